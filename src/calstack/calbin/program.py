@@ -1,0 +1,181 @@
+"""The program: a submodel's command stream, as readable data.
+
+A program is a list of fused calls per chip over planned buffers. Rows are the tokens of a launch, ragged over lanes: lane 0's
+`cur_len` rows first, then lane 1's, …; every activation buffer is `[rows, width]`. Numerics of each call: docs/concepts/numerics.md.
+The cpu device, the cost model and the memory plan walk these same objects.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+from calstack.specs import Activation, DType, NormKind, WeightFormat
+
+__all__ = [
+    "Attention",
+    "Buffer",
+    "Call",
+    "Embed",
+    "LmHead",
+    "Linear",
+    "NormLinear",
+    "Program",
+    "QkNormRopeKv",
+    "RopeTable",
+    "Vector",
+    "Weight",
+]
+
+
+class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Buffer(_Node):
+    """A planned region of chip memory; buffers whose lifetimes do not meet may share bytes."""
+
+    name: str
+    dtype: DType
+    width: int  # elements per row
+    rows: int  # most rows a launch uses
+    chip: int = 0
+    space: Literal["dram", "sram"] = "dram"
+    offset: int  # bytes from the start of the chip's activation arena, multiple of 64
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the region, before alignment."""
+        return self.width * self.rows * self.dtype.bytes
+
+
+class Weight(_Node):
+    """A packed linear weight `[n, k]` in the packed layout of the manifest (`n16.v1`)."""
+
+    tensor: str  # name in the chip's parameter shard
+    format: WeightFormat
+    n: int  # outputs
+    k: int  # inputs
+    group: int = 0  # 0 for formats without groups
+    minimum: bool = False
+
+
+class Vector(_Node):
+    """A raw f32 parameter vector (norm weights, biases, inv_freq)."""
+
+    tensor: str
+    n: int
+
+
+class _Call(_Node):
+    layer: int = -1  # for reports; -1 = not part of a layer
+
+
+class Embed(_Call, tag_field="op", tag="embed"):
+    """`out[r] = row ids[r] of weight, dequantised, times scale`."""
+
+    weight: Weight
+    scale: float = 1.0
+    out: str
+    OP: ClassVar[str] = "embed"
+
+
+class RopeTable(_Call, tag_field="op", tag="rope_table"):
+    """`out[r] = cos(angle_0..), sin(angle_0..)` for the row's position: width = rotated dim (cos half, then sin half)."""
+
+    inv_freq: Vector
+    attention_factor: float = 1.0
+    out: str
+    OP: ClassVar[str] = "rope_table"
+
+
+class NormLinear(_Call, tag_field="op", tag="norm_linear"):
+    """`out = epilogue(linear(norm(x)))`; activations are quantised once per row and group between norm and product.
+
+    With `gated`, weight rows come as alternating blocks of 16 gate and 16 up outputs and `out` has n / 2 columns:
+    `act(gate) * up`. `n / 2` must then be a multiple of 16.
+    """
+
+    x: str
+    norm: Vector
+    norm_kind: NormKind = NormKind.RMS
+    eps: float
+    weight: Weight
+    bias: Vector | None = None
+    gated: Activation | None = None
+    out: str
+    OP: ClassVar[str] = "norm_linear"
+
+
+class QkNormRopeKv(_Call, tag_field="op", tag="qk_norm_rope_kv"):
+    """In `qkv` (`[q heads | k heads | v heads] * head_dim` per row): optional per-head q/k norm, rope of q (in place) and k,
+    then K and V are rounded and written to the KV cache of `kv_layer` at the row's position."""
+
+    qkv: str
+    table: str
+    kv_layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_dim: int
+    q_norm: Vector | None = None
+    k_norm: Vector | None = None
+    norm_kind: NormKind = NormKind.RMS
+    eps: float = 0.0
+    OP: ClassVar[str] = "qk_norm_rope_kv"
+
+
+class Attention(_Call, tag_field="op", tag="attention"):
+    """Causal attention of each row's q heads over its lane's KV cache; `out` is `[rows, heads * head_dim]`."""
+
+    qkv: str
+    kv_layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    out: str
+    OP: ClassVar[str] = "attention"
+
+
+class Linear(_Call, tag_field="op", tag="linear"):
+    """`y = linear(x) (+ bias)`; with `residual` (a buffer) `residual += y` in place, else `out = y`. Exactly one is set."""
+
+    x: str
+    weight: Weight
+    bias: Vector | None = None
+    residual: str | None = None
+    out: str | None = None
+    OP: ClassVar[str] = "linear"
+
+
+class LmHead(_Call, tag_field="op", tag="lm_head"):
+    """Final norm and projection of the rows a launch asks for, then sampling, top-k or logits per row."""
+
+    x: str
+    norm: Vector
+    norm_kind: NormKind = NormKind.RMS
+    eps: float
+    weight: Weight
+    bias: Vector | None = None
+    softcap: float = 0.0
+    OP: ClassVar[str] = "lm_head"
+
+
+Call = Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | LmHead
+
+
+class Program(_Node):
+    """Command streams of one submodel: `streams[chip]` is that chip's calls in order."""
+
+    version: int = 1
+    submodel: str  # key of the submodel in the manifest
+    rows: int  # most rows (tokens over all lanes) in a launch
+    lanes: int  # most lanes in a launch
+    context: int  # most positions of a lane
+    buffers: tuple[Buffer, ...]
+    arena_bytes: tuple[int, ...]  # activation arena per chip
+    streams: tuple[tuple[Call, ...], ...]

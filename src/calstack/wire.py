@@ -1,0 +1,206 @@
+"""Messages between the API process and the engine process: msgpack of these, behind a 4-byte little-endian length.
+
+The engine process connects to a unix socket that the API process listens on. Token ids only; no text crosses.
+All tokens of a step travel in one message.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from calstack.specs import SamplingParams
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "Cancel",
+    "CalbinInfo",
+    "Drain",
+    "EngineFailed",
+    "EngineMessage",
+    "EngineStats",
+    "ErrorValue",
+    "Finish",
+    "LaunchTimes",
+    "Ready",
+    "ServerMessage",
+    "StatsRequest",
+    "StepOutput",
+    "Stop",
+    "Submit",
+    "TokenLogprob",
+    "TokenOut",
+    "Usage",
+]
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class _Msg(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=False):
+    pass
+
+
+class _Value(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    pass
+
+
+# --- server → engine ---------------------------------------------------------------------------------------------------------
+
+
+class Submit(_Msg):
+    """One choice of a request. `output` is non-empty on resume: ids already delivered, the engine goes on after them."""
+
+    request: str  # unique per choice, chosen by the server
+    prompt: tuple[int, ...]
+    output: tuple[int, ...] = ()
+    max_tokens: int  # output limit, counting `output`
+    sampling: SamplingParams
+    seed: int
+    choice: int = 0
+    stop_ids: tuple[int, ...] = ()  # a sampled id among these ends the choice (finish "stop"); it is not delivered as text
+    ignore_eos: bool = False
+    top_logprobs: int = -1
+    prompt_logprobs: int = -1  # reserved for echo
+    priority: int = 0  # lower runs first
+    deadline_ms: int = 0  # from arrival; 0 = none
+    adapter: int = 0
+    cache_salt: str = ""
+    cache_prompt: bool = True
+    overflow: Literal["reject", "truncate", "shift"] = "reject"
+    alone: bool = False  # run without batch mates (after two crashes)
+
+
+class Cancel(_Msg):
+    """Forget a request; answered by its Finish (reason "cancelled") unless it has ended already."""
+
+    request: str
+
+
+class StatsRequest(_Msg):
+    """Ask for EngineStats."""
+
+
+class Drain(_Msg):
+    """Finish what runs, refuse new work; the engine answers with its exit."""
+
+
+class Stop(_Msg):
+    """Stop now."""
+
+
+ServerMessage = Submit | Cancel | StatsRequest | Drain | Stop
+
+
+# --- engine → server ---------------------------------------------------------------------------------------------------------
+
+
+class ErrorValue(_Value):
+    """An error on the wire: `kind` is the class name in calstack.errors."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    retry_after: float = 0.0
+
+
+class CalbinInfo(_Value):
+    """What the server must know of the loaded calbin and device."""
+
+    calbin: str
+    device: str
+    context: int  # most positions of a request (prompt + output)
+    vocab: int
+    max_lanes: int
+    kv_blocks: int
+    kv_block_positions: int
+    submodels: tuple[str, ...]
+    dram_total_bytes: int
+
+
+class Ready(_Msg):
+    """The calbin is loaded and the engine takes work."""
+
+    info: CalbinInfo
+
+
+class TokenLogprob(_Value):
+    """Log-probability of the sampled id and of the most likely ids."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class Usage(_Value):
+    """Counts and times of one choice, given at its end."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+
+
+class Finish(_Value):
+    """Exactly one end of a choice. `reason`: stop (a stop id, given in stop_id), length, cancelled, error."""
+
+    reason: Literal["stop", "length", "cancelled", "error"]
+    stop_id: int = -1
+    error: ErrorValue | None = None
+    usage: Usage | None = None
+
+
+class TokenOut(_Value):
+    """New ids of one choice in this step (ids may be empty when it only finishes)."""
+
+    request: str
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: Finish | None = None
+
+
+class LaunchTimes(_Value):
+    """One launch, for the histograms."""
+
+    phase: Literal["prefill", "decode"]
+    submodel: str
+    rows: int  # rows computed
+    useful_rows: int  # rows that belonged to a request
+    infer_ms: float
+    h2d_ms: float
+    d2h_ms: float
+    framework_ms: float
+
+
+class StepOutput(_Msg):
+    """Everything one engine step gives: tokens of all choices and the launches completed."""
+
+    tokens: tuple[TokenOut, ...]
+    launches: tuple[LaunchTimes, ...] = ()
+
+
+class EngineStats(_Msg):
+    """A snapshot; counters since start, gauges now. `times_s` are the step ledger's labels (invariant 6)."""
+
+    lanes_used: int
+    queued_requests: int
+    queued_tokens: int
+    running: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    kv_wait_ms: float  # longest current wait for blocks
+    dram_used_bytes: tuple[int, ...]  # per chip
+    device_status: int  # index in DeviceStatus
+    times_s: dict[str, float]  # infer, h2d, d2h, framework, idle
+    counters: dict[str, int]
+
+
+class EngineFailed(_Msg):
+    """The engine cannot go on; it exits after this."""
+
+    error: ErrorValue
+
+
+EngineMessage = Ready | StepOutput | EngineStats | EngineFailed
