@@ -1,0 +1,1 @@
+"""See docs/concepts/architecture.md, section 4."""
