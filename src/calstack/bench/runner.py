@@ -1,0 +1,83 @@
+"""Runs the points of a benchmark: subjects take turns, repeat by repeat, so that a drifting machine hurts both alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from calstack.bench.report import Row, Samples
+from calstack.bench.subject import Subject
+
+__all__ = ["Point", "measure", "points"]
+
+DECODE_STEPS = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One thing to measure."""
+
+    phase: str  # prefill | decode | batch
+    prompt: int
+    depth: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a run produces or consumes."""
+        return self.prompt if self.phase == "prefill" else DECODE_STEPS * self.batch
+
+    def run(self, subject: Subject) -> float:
+        """Seconds of one run."""
+        if self.phase == "prefill":
+            return subject.prefill(self.prompt)
+        return subject.decode(self.depth, self.batch, DECODE_STEPS)
+
+
+def points(prompts: Sequence[int], depths: Sequence[int], batches: Sequence[int]) -> list[Point]:
+    """Prefill of every prompt, decode at every depth, batches over 1 at the first depth only."""
+    found = [Point("prefill", n, 0, 1) for n in prompts]
+    if 1 in batches:
+        found += [Point("decode", 0, depth, 1) for depth in depths]
+    if depths:
+        found += [Point("batch", 0, depths[0], batch) for batch in batches if batch > 1]
+    return found
+
+
+def measure(
+    point: Point, ours: Subject, peers: Sequence[tuple[str, Subject]], *, through: str, repeats: int, kv_dtype: str, note: Callable[[str], None]
+) -> list[Row]:
+    """A row per peer (one without a peer when there is none): one uncounted round, then `repeats` rounds in turn."""
+    subjects = [ours, *(subject for _, subject in peers)]
+    seconds: list[list[float]] = [[] for _ in subjects]
+    for round_ in range(repeats + 1):
+        for times, subject in zip(seconds, subjects, strict=True):
+            elapsed = point.run(subject)
+            if round_:
+                times.append(elapsed)
+    samples = [Samples(times, point.tokens) for times in seconds]
+    note(f"{point.phase} prompt={point.prompt} depth={point.depth} batch={point.batch}: {samples[0].median:.0f} tok/s")
+    own = _row(point, through, samples[0], kv_dtype)
+    if not peers:
+        return [own]
+    return [_against(own, name, sample) for (name, _), sample in zip(peers, samples[1:], strict=True)]
+
+
+def _row(point: Point, through: str, sample: Samples, kv_dtype: str) -> Row:
+    return Row(
+        phase=point.phase,
+        through=through,
+        prompt=point.prompt,
+        depth=point.depth,
+        batch=point.batch,
+        tok_s=sample.median,
+        spread=sample.spread,
+        ttft_ms=1e3 * point.prompt / sample.median if point.phase == "prefill" else None,
+        kv_dtype=kv_dtype,
+    )
+
+
+def _against(row: Row, peer: str, sample: Samples) -> Row:
+    from msgspec.structs import replace
+
+    return replace(row, peer=peer, peer_tok_s=sample.median, peer_spread=sample.spread, ratio=row.tok_s / sample.median)
