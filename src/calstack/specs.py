@@ -93,7 +93,7 @@ class _Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pass
 
 
-class TensorSpec(_Frozen):
+class TensorSpec(_Frozen, frozen=True, kw_only=True):
     """Name, element type and shape of a tensor; a string in `shape` is a symbolic dimension."""
 
     name: str
@@ -101,7 +101,7 @@ class TensorSpec(_Frozen):
     shape: tuple[int | str, ...]
 
 
-class RopeSpec(_Frozen):
+class RopeSpec(_Frozen, frozen=True, kw_only=True):
     """Rotary embedding: rotates the first `dim` of each head, halves layout (i, i + dim/2)."""
 
     theta: float = 10000.0
@@ -114,7 +114,7 @@ class RopeSpec(_Frozen):
     attention_factor: float = 1.0
 
 
-class MoESpec(_Frozen):
+class MoESpec(_Frozen, frozen=True, kw_only=True):
     """Mixture of experts: router softmax, top-k, optional renormalisation, gated experts."""
 
     experts: int
@@ -123,7 +123,7 @@ class MoESpec(_Frozen):
     renormalise: bool = True
 
 
-class ModelSpec(_Frozen):
+class ModelSpec(_Frozen, frozen=True, kw_only=True):
     """A normalised decoder. Graph construction is driven by this value alone; no code path names a model."""
 
     arch: str  # the HF model_type, e.g. "llama"
@@ -165,7 +165,7 @@ class ModelSpec(_Frozen):
         return self.attn_scale or self.head_dim**-0.5
 
 
-class QuantSpec(_Frozen):
+class QuantSpec(_Frozen, frozen=True, kw_only=True):
     """How the compiler stores linear weights; tensors already stored so in the source are imported bit for bit.
 
     `default` of None means: keep what the source has (GGUF), else w8a8 (HF).
@@ -178,14 +178,14 @@ class QuantSpec(_Frozen):
     overrides: tuple[tuple[str, WeightFormat], ...] = ()  # (glob over tensor names, format), first match wins
 
 
-class LogitBias(_Frozen):
+class LogitBias(_Frozen, frozen=True, kw_only=True):
     """Added to one token's logit before penalties; -inf forbids it."""
 
     token: int
     bias: float
 
 
-class DrawKey(_Frozen):
+class DrawKey(_Frozen, frozen=True, kw_only=True):
     """Keys the counted random draw of one output token: the same key always draws the same number."""
 
     seed: int  # unsigned 64 bit
@@ -193,7 +193,7 @@ class DrawKey(_Frozen):
     index: int = 0  # output index, from 0
 
 
-class SamplingParams(_Frozen):
+class SamplingParams(_Frozen, frozen=True, kw_only=True):
     """Sampling of one request; order: bias, penalties, mask, temperature, top-k, top-p, min-p, draw.
 
     temperature 0 is greedy (lowest id wins a tie). top_k 0, top_p 1 and min_p 0 switch the filter off.

@@ -48,7 +48,7 @@ class _Value(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 # --- server → engine ---------------------------------------------------------------------------------------------------------
 
 
-class Submit(_Msg):
+class Submit(_Msg, frozen=True, kw_only=True):
     """One choice of a request. `output` is non-empty on resume: ids already delivered, the engine goes on after them."""
 
     request: str  # unique per choice, chosen by the server
@@ -71,21 +71,21 @@ class Submit(_Msg):
     alone: bool = False  # run without batch mates (after two crashes)
 
 
-class Cancel(_Msg):
+class Cancel(_Msg, frozen=True, kw_only=True):
     """Forget a request; answered by its Finish (reason "cancelled") unless it has ended already."""
 
     request: str
 
 
-class StatsRequest(_Msg):
+class StatsRequest(_Msg, frozen=True, kw_only=True):
     """Ask for EngineStats."""
 
 
-class Drain(_Msg):
+class Drain(_Msg, frozen=True, kw_only=True):
     """Finish what runs, refuse new work; the engine answers with its exit."""
 
 
-class Stop(_Msg):
+class Stop(_Msg, frozen=True, kw_only=True):
     """Stop now."""
 
 
@@ -95,7 +95,7 @@ ServerMessage = Submit | Cancel | StatsRequest | Drain | Stop
 # --- engine → server ---------------------------------------------------------------------------------------------------------
 
 
-class ErrorValue(_Value):
+class ErrorValue(_Value, frozen=True, kw_only=True):
     """An error on the wire: `kind` is the class name in calstack.errors."""
 
     kind: str
@@ -104,7 +104,7 @@ class ErrorValue(_Value):
     retry_after: float = 0.0
 
 
-class CalbinInfo(_Value):
+class CalbinInfo(_Value, frozen=True, kw_only=True):
     """What the server must know of the loaded calbin and device."""
 
     calbin: str
@@ -118,13 +118,13 @@ class CalbinInfo(_Value):
     dram_total_bytes: int
 
 
-class Ready(_Msg):
+class Ready(_Msg, frozen=True, kw_only=True):
     """The calbin is loaded and the engine takes work."""
 
     info: CalbinInfo
 
 
-class TokenLogprob(_Value):
+class TokenLogprob(_Value, frozen=True, kw_only=True):
     """Log-probability of the sampled id and of the most likely ids."""
 
     logprob: float
@@ -132,7 +132,7 @@ class TokenLogprob(_Value):
     top_logprobs: tuple[float, ...] = ()
 
 
-class Usage(_Value):
+class Usage(_Value, frozen=True, kw_only=True):
     """Counts and times of one choice, given at its end."""
 
     prompt_tokens: int
@@ -143,7 +143,7 @@ class Usage(_Value):
     decode_ms: float
 
 
-class Finish(_Value):
+class Finish(_Value, frozen=True, kw_only=True):
     """Exactly one end of a choice. `reason`: stop (a stop id, given in stop_id), length, cancelled, error."""
 
     reason: Literal["stop", "length", "cancelled", "error"]
@@ -152,7 +152,7 @@ class Finish(_Value):
     usage: Usage | None = None
 
 
-class TokenOut(_Value):
+class TokenOut(_Value, frozen=True, kw_only=True):
     """New ids of one choice in this step (ids may be empty when it only finishes)."""
 
     request: str
@@ -161,7 +161,7 @@ class TokenOut(_Value):
     finish: Finish | None = None
 
 
-class LaunchTimes(_Value):
+class LaunchTimes(_Value, frozen=True, kw_only=True):
     """One launch, for the histograms."""
 
     phase: Literal["prefill", "decode"]
@@ -174,14 +174,14 @@ class LaunchTimes(_Value):
     framework_ms: float
 
 
-class StepOutput(_Msg):
+class StepOutput(_Msg, frozen=True, kw_only=True):
     """Everything one engine step gives: tokens of all choices and the launches completed."""
 
     tokens: tuple[TokenOut, ...]
     launches: tuple[LaunchTimes, ...] = ()
 
 
-class EngineStats(_Msg):
+class EngineStats(_Msg, frozen=True, kw_only=True):
     """A snapshot; counters since start, gauges now. `times_s` are the step ledger's labels (invariant 6)."""
 
     lanes_used: int
@@ -197,7 +197,7 @@ class EngineStats(_Msg):
     counters: dict[str, int]
 
 
-class EngineFailed(_Msg):
+class EngineFailed(_Msg, frozen=True, kw_only=True):
     """The engine cannot go on; it exits after this."""
 
     error: ErrorValue

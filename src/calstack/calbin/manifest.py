@@ -11,6 +11,7 @@ from calstack.specs import DType, KVDType, ModelSpec, Role, WeightFormat
 __all__ = [
     "FORMAT_MAJOR",
     "FORMAT_MINOR",
+    "KNOWN_FEATURES",
     "NUMERICS",
     "PACKED_LAYOUT",
     "AdapterSlots",
@@ -35,13 +36,14 @@ FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 NUMERICS = 1
 PACKED_LAYOUT = "n16.v1"
+KNOWN_FEATURES: frozenset[str] = frozenset()  # values of `requires` that this version understands
 
 
 class _Node(msgspec.Struct, frozen=True, kw_only=True):
     """Unknown fields are ignored, so that a newer minor can be read; unknown *features* are refused (`requires`)."""
 
 
-class FileEntry(_Node):
+class FileEntry(_Node, frozen=True, kw_only=True):
     """A file of the calbin, path relative to it with forward slashes."""
 
     path: str
@@ -49,7 +51,7 @@ class FileEntry(_Node):
     sha256: str
 
 
-class SourceFile(_Node):
+class SourceFile(_Node, frozen=True, kw_only=True):
     """A file the calbin was compiled from."""
 
     name: str
@@ -57,7 +59,7 @@ class SourceFile(_Node):
     sha256: str
 
 
-class SourceInfo(_Node):
+class SourceInfo(_Node, frozen=True, kw_only=True):
     """Where the model came from."""
 
     kind: Literal["gguf", "hf", "onnx_dir", "config"]
@@ -66,7 +68,7 @@ class SourceInfo(_Node):
     files: tuple[SourceFile, ...] = ()
 
 
-class Chip(_Node):
+class Chip(_Node, frozen=True, kw_only=True):
     """One chip of the target, with its parameter shard and what the artifact needs there, bytes."""
 
     id: int
@@ -78,14 +80,14 @@ class Chip(_Node):
     sram_bytes: int
 
 
-class TargetRef(_Node):
+class TargetRef(_Node, frozen=True, kw_only=True):
     """The target the calbin was compiled for."""
 
     name: str
     chips: tuple[Chip, ...]
 
 
-class IOTensor(_Node):
+class IOTensor(_Node, frozen=True, kw_only=True):
     """One input or output of a submodel, semantic name."""
 
     name: str
@@ -96,7 +98,7 @@ class IOTensor(_Node):
     valid: tuple[int, int] = (0, 0)  # inclusive value range for integer tensors; (0, 0) = not bounded
 
 
-class Workload(_Node):
+class Workload(_Node, frozen=True, kw_only=True):
     """Work of a launch: value = constant + per_token * tokens + per_past_token * Σ (keys read) + per_expert * distinct experts."""
 
     unit: Literal["macs", "bytes"]
@@ -106,7 +108,7 @@ class Workload(_Node):
     per_expert: float = 0.0
 
 
-class Submodel(_Node):
+class Submodel(_Node, frozen=True, kw_only=True):
     """One compiled graph, identified by (role, batch, q_len, context, kv)."""
 
     key: str  # unique, e.g. "decode.b4.q1.c2048.paged"
@@ -123,7 +125,7 @@ class Submodel(_Node):
     workload: tuple[Workload, ...]
 
 
-class Constraints(_Node):
+class Constraints(_Node, frozen=True, kw_only=True):
     """What a scheduler may ask for, as data."""
 
     max_tokens_per_launch: int
@@ -132,7 +134,7 @@ class Constraints(_Node):
     kv: tuple[Literal["paged", "lane"], ...]
 
 
-class KVSpec(_Node):
+class KVSpec(_Node, frozen=True, kw_only=True):
     """The KV cache."""
 
     kind: Literal["paged", "lane"]
@@ -145,7 +147,7 @@ class KVSpec(_Node):
     layout: Literal["kv64.v1"] = "kv64.v1"
 
 
-class PackedTensor(_Node):
+class PackedTensor(_Node, frozen=True, kw_only=True):
     """A tensor of a parameter shard: `bytes` is its true size, the shard pads it to whole pages."""
 
     name: str
@@ -155,7 +157,7 @@ class PackedTensor(_Node):
     shape: tuple[int, ...]
 
 
-class TensorQuant(_Node):
+class TensorQuant(_Node, frozen=True, kw_only=True):
     """How one source tensor was stored."""
 
     tensor: str
@@ -166,14 +168,14 @@ class TensorQuant(_Node):
     exact: bool  # imported bit for bit
 
 
-class AdapterSlots(_Node):
+class AdapterSlots(_Node, frozen=True, kw_only=True):
     """Reserved for LoRA: no slots yet."""
 
     slots: int = 0
     max_rank: int = 0
 
 
-class Compatibility(_Node):
+class Compatibility(_Node, frozen=True, kw_only=True):
     """Versions this calbin needs; compared at load, both sides named in a refusal."""
 
     format: str
@@ -184,7 +186,7 @@ class Compatibility(_Node):
     firmware: str = "any"
 
 
-class GoldenRef(_Node):
+class GoldenRef(_Node, frozen=True, kw_only=True):
     """Golden cases of a submodel. `tolerance` is of the largest |value| (f32) or a KL bound (quantised)."""
 
     submodel: str
@@ -194,7 +196,7 @@ class GoldenRef(_Node):
     bits: str  # sha256 of the scalar reference's logits for this numerics version
 
 
-class Manifest(_Node):
+class Manifest(_Node, frozen=True, kw_only=True):
     """Everything a reader must know before it touches another file."""
 
     format_major: int = FORMAT_MAJOR

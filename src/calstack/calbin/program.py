@@ -33,7 +33,7 @@ class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pass
 
 
-class Buffer(_Node):
+class Buffer(_Node, frozen=True, kw_only=True):
     """A planned region of chip memory; buffers whose lifetimes do not meet may share bytes."""
 
     name: str
@@ -50,7 +50,7 @@ class Buffer(_Node):
         return self.width * self.rows * self.dtype.bytes
 
 
-class Weight(_Node):
+class Weight(_Node, frozen=True, kw_only=True):
     """A packed linear weight `[n, k]` in the packed layout of the manifest (`n16.v1`)."""
 
     tensor: str  # name in the chip's parameter shard
@@ -61,18 +61,18 @@ class Weight(_Node):
     minimum: bool = False
 
 
-class Vector(_Node):
+class Vector(_Node, frozen=True, kw_only=True):
     """A raw f32 parameter vector (norm weights, biases, inv_freq)."""
 
     tensor: str
     n: int
 
 
-class _Call(_Node):
+class _Call(_Node, frozen=True, kw_only=True):
     layer: int = -1  # for reports; -1 = not part of a layer
 
 
-class Embed(_Call, tag_field="op", tag="embed"):
+class Embed(_Call, frozen=True, kw_only=True, tag_field="op", tag="embed"):
     """`out[r] = row ids[r] of weight, dequantised, times scale`."""
 
     weight: Weight
@@ -81,7 +81,7 @@ class Embed(_Call, tag_field="op", tag="embed"):
     OP: ClassVar[str] = "embed"
 
 
-class RopeTable(_Call, tag_field="op", tag="rope_table"):
+class RopeTable(_Call, frozen=True, kw_only=True, tag_field="op", tag="rope_table"):
     """`out[r] = cos(angle_0..), sin(angle_0..)` for the row's position: width = rotated dim (cos half, then sin half)."""
 
     inv_freq: Vector
@@ -90,7 +90,7 @@ class RopeTable(_Call, tag_field="op", tag="rope_table"):
     OP: ClassVar[str] = "rope_table"
 
 
-class NormLinear(_Call, tag_field="op", tag="norm_linear"):
+class NormLinear(_Call, frozen=True, kw_only=True, tag_field="op", tag="norm_linear"):
     """`out = epilogue(linear(norm(x)))`; activations are quantised once per row and group between norm and product.
 
     With `gated`, weight rows come as alternating blocks of 16 gate and 16 up outputs and `out` has n / 2 columns:
@@ -108,7 +108,7 @@ class NormLinear(_Call, tag_field="op", tag="norm_linear"):
     OP: ClassVar[str] = "norm_linear"
 
 
-class QkNormRopeKv(_Call, tag_field="op", tag="qk_norm_rope_kv"):
+class QkNormRopeKv(_Call, frozen=True, kw_only=True, tag_field="op", tag="qk_norm_rope_kv"):
     """In `qkv` (`[q heads | k heads | v heads] * head_dim` per row): optional per-head q/k norm, rope of q (in place) and k,
     then K and V are rounded and written to the KV cache of `kv_layer` at the row's position."""
 
@@ -126,7 +126,7 @@ class QkNormRopeKv(_Call, tag_field="op", tag="qk_norm_rope_kv"):
     OP: ClassVar[str] = "qk_norm_rope_kv"
 
 
-class Attention(_Call, tag_field="op", tag="attention"):
+class Attention(_Call, frozen=True, kw_only=True, tag_field="op", tag="attention"):
     """Causal attention of each row's q heads over its lane's KV cache; `out` is `[rows, heads * head_dim]`."""
 
     qkv: str
@@ -141,7 +141,7 @@ class Attention(_Call, tag_field="op", tag="attention"):
     OP: ClassVar[str] = "attention"
 
 
-class Linear(_Call, tag_field="op", tag="linear"):
+class Linear(_Call, frozen=True, kw_only=True, tag_field="op", tag="linear"):
     """`y = linear(x) (+ bias)`; with `residual` (a buffer) `residual += y` in place, else `out = y`. Exactly one is set."""
 
     x: str
@@ -152,7 +152,7 @@ class Linear(_Call, tag_field="op", tag="linear"):
     OP: ClassVar[str] = "linear"
 
 
-class LmHead(_Call, tag_field="op", tag="lm_head"):
+class LmHead(_Call, frozen=True, kw_only=True, tag_field="op", tag="lm_head"):
     """Final norm and projection of the rows a launch asks for, then sampling, top-k or logits per row."""
 
     x: str
@@ -168,7 +168,7 @@ class LmHead(_Call, tag_field="op", tag="lm_head"):
 Call = Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | LmHead
 
 
-class Program(_Node):
+class Program(_Node, frozen=True, kw_only=True):
     """Command streams of one submodel: `streams[chip]` is that chip's calls in order."""
 
     version: int = 1
