@@ -14,8 +14,8 @@ from calstack.specs import SamplingParams
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
-    "Cancel",
     "CalbinInfo",
+    "Cancel",
     "Drain",
     "EngineFailed",
     "EngineMessage",
