@@ -15,7 +15,7 @@ enum class Epilogue : int32_t { store, residual, gated };
 
 constexpr int kLane = 16;           // outputs per packed block, lanes of a lane sum
 constexpr int kKeyTile = 64;        // keys per attention tile
-constexpr int kSplitKeys = 1024;    // keys per attention split
+constexpr int kSplitKeys = 256;     // keys per attention split: fine enough that two threads share one context evenly
 constexpr int kBlockPositions = 64; // positions per KV block: one key tile
 
 // A packed weight, layout n16.v1. Blocks of 16 outputs, then groups of K inside a block:
@@ -67,13 +67,13 @@ struct SampleArgs {  // one row
   const int32_t* bias_ids; const float* bias; int n_bias;
   const int32_t* prompt; int n_prompt;
   const int32_t* output; int n_output;
-  const uint32_t* mask;   // ceil(vocab/32) words or null
+  const uint32_t* mask;   // ceil(vocab/32) words or null; bit set = allowed
   uint64_t seed, choice, index;
-  int top_logprobs;       // -1 none
+  int top_logprobs;       // -1 none: logprob is 0
 };
 
 struct SampleOut {
-  int32_t token;
+  int32_t token;      // -1: no token, the logits hold NaN or nothing finite is allowed
   float logprob;
   int32_t* top_ids;   // top_logprobs entries
   float* top_logprobs;
@@ -101,10 +101,12 @@ struct KernelTable {
   // Attention of rows [r0, r1) of ONE lane (consecutive positions) for kv head h (all its query heads). scratch: see attention_scratch_bytes.
   void (*attention)(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, const int32_t* positions, int kv_head,
                     int r0, int r1, float* out, size_t os, void* scratch);
-  // One split of decode attention: partial M, L per query head and O [group heads][head_dim] (one row).
+  // One split of decode attention of one row, for the query heads of kv_head: ml [group][2] (M, L; M = -inf: nothing seen) and
+  // o [group][head_dim].
   void (*attention_split)(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, int position, int kv_head, int row,
                           int split, float* ml, float* o, void* scratch);
-  // Merge `splits` partials of one row and kv head in ascending order into out.
+  // Merge partials ml [splits][group][2], o [splits][group][head_dim] of consecutive splits in ascending order into the row `out`
+  // (heads kv_head * group ... of [heads][head_dim]). Splits before the window may be left out.
   void (*attention_merge)(const AttnShape& s, const float* ml, const float* o, int splits, int kv_head, float* out);
   // Sample one row; logits are changed in place. scratch: vocab * 16 bytes.
   void (*sample)(float* logits, int vocab, float softcap, const SampleArgs& args, SampleOut& out, void* scratch);
