@@ -1,0 +1,149 @@
+// Scalar reference of attention, attention_split and attention_merge.
+#include <algorithm>
+#include <vector>
+
+#include "../kernel_parts.h"
+#include "ref_math.h"
+
+namespace calstack::reference {
+namespace {
+
+// One KV head of one layer, read position by position.
+struct Cache {
+  const KVView& kv;
+  const int32_t* table;
+  size_t head;
+
+  float read(size_t position, size_t element) const {
+    const uint8_t* layer = kv.base + static_cast<size_t>(table[position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
+    if (kv.type == KVType::f32) {
+      float f;
+      std::memcpy(&f, layer + element * 4, 4);
+      return f;
+    }
+    uint16_t h;
+    std::memcpy(&h, layer + element * 2, 2);
+    return bf16_to_float(h);
+  }
+  float k(size_t position, size_t d) const {
+    const size_t dim = static_cast<size_t>(kv.head_dim), j = position % kBlockPositions;
+    return read(position, head * kBlockPositions * dim + (j / 16 * dim + d) * 16 + j % 16);
+  }
+  float v(size_t position, size_t d) const {
+    const size_t dim = static_cast<size_t>(kv.head_dim), j = position % kBlockPositions;
+    return read(position, (static_cast<size_t>(kv.kv_heads) + head) * kBlockPositions * dim + j * dim + d);
+  }
+};
+
+struct Partial {
+  float m = kMinusInf, l = 0.0f;
+  std::vector<float> o;
+};
+
+float score(const float* q, const AttnShape& s, const Cache& cache, int position) {
+  float acc = 0.0f;
+  for (int d = 0; d < s.head_dim; ++d) acc = std::fma(q[d] * s.scale, cache.k(static_cast<size_t>(position), static_cast<size_t>(d)), acc);
+  return s.softcap != 0.0f ? soft_cap(acc, s.softcap) : acc;
+}
+
+int first_seen(const AttnShape& s, int position) { return s.window > 0 ? std::max(0, position - s.window + 1) : 0; }
+
+// Adds the keys [k0, k1) of one tile, all seen, to the partial and its sixteen sums.
+void add_tile(const float* q, const AttnShape& s, const Cache& cache, int k0, int k1, Partial& part, float (&lanes)[16]) {
+  float score_of[kKeyTile], p[kKeyTile] = {};
+  float m = part.m;
+  for (int key = k0; key < k1; ++key) {
+    score_of[key % kKeyTile] = score(q, s, cache, key);
+    m = std::max(m, score_of[key % kKeyTile]);
+  }
+  const float c = part.m == kMinusInf ? 0.0f : exp_f32(part.m - m);
+  for (int key = k0; key < k1; ++key) p[key % kKeyTile] = exp_f32(score_of[key % kKeyTile] - m);
+  for (int i = 0; i < 16; ++i) lanes[i] = std::fma(lanes[i], c, ((p[i] + p[i + 16]) + p[i + 32]) + p[i + 48]);
+  for (int d = 0; d < s.head_dim; ++d) {
+    float acc = part.o[static_cast<size_t>(d)] * c;
+    for (int key = k0; key < k1; ++key) acc = std::fma(p[key % kKeyTile], cache.v(static_cast<size_t>(key), static_cast<size_t>(d)), acc);
+    part.o[static_cast<size_t>(d)] = acc;
+  }
+  part.m = m;
+}
+
+Partial split_partial(const float* q, const AttnShape& s, const Cache& cache, int position, int split) {
+  Partial part;
+  part.o.assign(static_cast<size_t>(s.head_dim), 0.0f);
+  float lanes[16] = {};
+  const int begin = std::max(split * kSplitKeys, first_seen(s, position)), end = std::min((split + 1) * kSplitKeys, position + 1);
+  for (int key = begin; key < end; key = (key / kKeyTile + 1) * kKeyTile)
+    add_tile(q, s, cache, key, std::min(end, (key / kKeyTile + 1) * kKeyTile), part, lanes);
+  part.l = lane_tree(lanes);
+  return part;
+}
+
+void merge(Partial& a, float m2, float l2, const float* o2) {
+  if (m2 == kMinusInf) return;
+  if (a.m == kMinusInf) {
+    a.m = m2, a.l = l2;
+    std::copy(o2, o2 + a.o.size(), a.o.begin());
+    return;
+  }
+  const float m = std::max(a.m, m2), wa = exp_f32(a.m - m), wb = exp_f32(m2 - m);
+  a.l = std::fma(l2, wb, a.l * wa);
+  for (size_t d = 0; d < a.o.size(); ++d) a.o[d] = std::fma(o2[d], wb, a.o[d] * wa);
+  a.m = m;
+}
+
+void finish(const Partial& part, float* out) {
+  for (size_t d = 0; d < part.o.size(); ++d) out[d] = part.o[d] / part.l;
+}
+
+void attention(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, const int32_t* positions, int kv_head, int r0, int r1,
+               float* out, size_t os, void*) {
+  const Cache cache{kv, kv.tables[lane], static_cast<size_t>(kv_head)};
+  const int group = s.heads / s.kv_heads;
+  for (int r = r0; r < r1; ++r)
+    for (int h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+      const float* q = qkv + static_cast<size_t>(r) * xs + static_cast<size_t>(h) * s.head_dim;
+      Partial sum;
+      sum.o.assign(static_cast<size_t>(s.head_dim), 0.0f);
+      for (int split = 0; split <= positions[r] / kSplitKeys; ++split) {
+        const Partial part = split_partial(q, s, cache, positions[r], split);
+        merge(sum, part.m, part.l, part.o.data());
+      }
+      finish(sum, out + static_cast<size_t>(r) * os + static_cast<size_t>(h) * s.head_dim);
+    }
+}
+
+void attention_split(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, int position, int kv_head, int row, int split,
+                     float* ml, float* o, void*) {
+  const Cache cache{kv, kv.tables[lane], static_cast<size_t>(kv_head)};
+  const int group = s.heads / s.kv_heads;
+  for (int g = 0; g < group; ++g) {
+    const float* q = qkv + static_cast<size_t>(row) * xs + static_cast<size_t>(kv_head * group + g) * s.head_dim;
+    const Partial part = split_partial(q, s, cache, position, split);
+    ml[2 * g] = part.m;
+    ml[2 * g + 1] = part.l;
+    std::copy(part.o.begin(), part.o.end(), o + static_cast<size_t>(g) * s.head_dim);
+  }
+}
+
+void attention_merge(const AttnShape& s, const float* ml, const float* o, int splits, int kv_head, float* out) {
+  const int group = s.heads / s.kv_heads;
+  for (int g = 0; g < group; ++g) {
+    Partial sum;
+    sum.o.assign(static_cast<size_t>(s.head_dim), 0.0f);
+    for (int split = 0; split < splits; ++split) {
+      const size_t at = static_cast<size_t>(split) * group + static_cast<size_t>(g);
+      merge(sum, ml[2 * at], ml[2 * at + 1], o + at * static_cast<size_t>(s.head_dim));
+    }
+    finish(sum, out + static_cast<size_t>(kv_head * group + g) * s.head_dim);
+  }
+}
+
+}  // namespace
+
+void fill_attention(KernelTable& t) {
+  t.attention = attention;
+  t.attention_split = attention_split;
+  t.attention_merge = attention_merge;
+}
+
+}  // namespace calstack::reference

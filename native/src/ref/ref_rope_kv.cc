@@ -1,0 +1,102 @@
+// Scalar reference of rope_table and qk_norm_rope_kv.
+#include "../kernel_parts.h"
+#include "ref_math.h"
+
+namespace calstack::reference {
+namespace {
+
+struct CosSin {
+  double cos, sin;
+};
+
+CosSin cos_sin(float angle) {
+  static constexpr double S[] = {1.0 / 6227020800.0, -1.0 / 39916800.0, 1.0 / 362880.0, -1.0 / 5040.0, 1.0 / 120.0, -1.0 / 6.0};
+  static constexpr double C[] = {-1.0 / 87178291200.0, 1.0 / 479001600.0, -1.0 / 3628800.0, 1.0 / 40320.0, -1.0 / 720.0, 1.0 / 24.0};
+  const double a = angle;
+  const double n = std::rint(a * 0x1.45f306dc9c883p-1);
+  double r = std::fma(n, -0x1.921fb54442d18p+0, a);
+  r = std::fma(n, -0x1.1a62633145c07p-54, r);
+  const double z = r * r;
+  double sp = S[0], cp = C[0];
+  for (int i = 1; i < 6; ++i) sp = std::fma(sp, z, S[i]), cp = std::fma(cp, z, C[i]);
+  const double s = std::fma(r * z, sp, r);
+  const double c = std::fma(z * z, cp, std::fma(z, -0.5, 1.0));
+  switch (static_cast<int64_t>(n) & 3) {
+    case 0: return {c, s};
+    case 1: return {-s, c};
+    case 2: return {-c, -s};
+    default: return {s, -c};
+  }
+}
+
+void rope_table(const float* inv_freq, int half, double factor, const int32_t* positions, float* out, size_t os, int r0, int r1) {
+  for (int r = r0; r < r1; ++r) {
+    float* row = out + static_cast<size_t>(r) * os;
+    for (int i = 0; i < half; ++i) {
+      const CosSin v = cos_sin(static_cast<float>(positions[r]) * inv_freq[i]);
+      row[i] = static_cast<float>(v.cos * factor);
+      row[half + i] = static_cast<float>(v.sin * factor);
+    }
+  }
+}
+
+void norm_head(float* x, int n, const float* weight, float eps) {
+  if (!weight) return;
+  const float r = 1.0f / std::sqrt(lane_sum_of_squares(x, n) / static_cast<float>(n) + eps);
+  for (int i = 0; i < n; ++i) x[i] = (x[i] * r) * weight[i];
+}
+
+void rotate(float* x, const float* table, int rope_dim) {
+  const int half = rope_dim / 2;
+  for (int i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half], c = table[i], s = table[half + i];
+    x[i] = std::fma(-b, s, a * c);
+    x[i + half] = std::fma(a, s, b * c);
+  }
+}
+
+void store(const KVView& kv, uint8_t* layer, size_t element, float value) {
+  if (kv.type == KVType::f32) {
+    std::memcpy(layer + element * 4, &value, 4);
+  } else {
+    const uint16_t h = float_to_bf16(value);
+    std::memcpy(layer + element * 2, &h, 2);
+  }
+}
+
+void write_kv(const KVView& kv, int lane, int position, int head, const float* k, const float* v) {
+  uint8_t* layer = kv.base + static_cast<size_t>(kv.tables[lane][position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
+  const size_t dim = static_cast<size_t>(kv.head_dim), heads = static_cast<size_t>(kv.kv_heads), j = static_cast<size_t>(position % kBlockPositions);
+  const size_t plane = kBlockPositions * dim;
+  for (size_t d = 0; d < dim; ++d) {
+    store(kv, layer, static_cast<size_t>(head) * plane + (j / 16 * dim + d) * 16 + j % 16, k[d]);
+    store(kv, layer, (heads + static_cast<size_t>(head)) * plane + j * dim + d, v[d]);
+  }
+}
+
+void qk_norm_rope_kv(float* qkv, size_t xs, const float* table, size_t ts, int rope_dim, const float* q_norm, const float* k_norm, float eps,
+                     const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1) {
+  for (int r = r0; r < r1; ++r) {
+    float* q = qkv + static_cast<size_t>(r) * xs;
+    float* k = q + static_cast<size_t>(s.heads) * s.head_dim;
+    const float* v = k + static_cast<size_t>(s.kv_heads) * s.head_dim;
+    const float* t = table ? table + static_cast<size_t>(r) * ts : nullptr;
+    for (int h = 0; h < s.heads + s.kv_heads; ++h) {  // k heads follow the q heads
+      norm_head(q + static_cast<size_t>(h) * s.head_dim, s.head_dim, h < s.heads ? q_norm : k_norm, eps);
+      if (t) rotate(q + static_cast<size_t>(h) * s.head_dim, t, rope_dim);
+    }
+    for (int h = 0; h < s.kv_heads; ++h) {
+      const size_t at = static_cast<size_t>(h) * s.head_dim;
+      write_kv(kv, lanes[r], positions[r], h, k + at, v + at);
+    }
+  }
+}
+
+}  // namespace
+
+void fill_rope_kv(KernelTable& t) {
+  t.rope_table = rope_table;
+  t.qk_norm_rope_kv = qk_norm_rope_kv;
+}
+
+}  // namespace calstack::reference
