@@ -105,7 +105,13 @@ def _run(
     try:
         for point in wanted:
             rows += measure(
-                point, ours, peers, through="device", repeats=repeats, kv_dtype=ours.kv_dtype, note=lambda line: console.print(line, style="dim")
+                point,
+                ours,
+                peers,
+                through="device",
+                repeats=repeats,
+                kv_dtype=ours.kv_dtype,
+                note=lambda line: console.print(line, style="dim"),
             )
     finally:
         machine = describe_machine(cores=cores, threads=ours.threads, isa=ours.isa)

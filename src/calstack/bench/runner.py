@@ -45,7 +45,14 @@ def points(prompts: Sequence[int], depths: Sequence[int], batches: Sequence[int]
 
 
 def measure(
-    point: Point, ours: Subject, peers: Sequence[tuple[str, Subject]], *, through: str, repeats: int, kv_dtype: str, note: Callable[[str], None]
+    point: Point,
+    ours: Subject,
+    peers: Sequence[tuple[str, Subject]],
+    *,
+    through: str,
+    repeats: int,
+    kv_dtype: str,
+    note: Callable[[str], None],
 ) -> list[Row]:
     """A row per peer (one without a peer when there is none): one uncounted round, then `repeats` rounds in turn."""
     subjects = [ours, *(subject for _, subject in peers)]

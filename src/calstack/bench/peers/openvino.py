@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import openvino as ov
 import openvino_genai as genai
 
@@ -25,7 +26,7 @@ class OpenVino:
         scheduler.cache_size = max(1, -(-context * lanes * 64 // 2**20))
         scheduler.max_num_batched_tokens = 512
         scheduler.enable_prefix_caching = False
-        self._batched: Any = genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", INFERENCE_NUM_THREADS=threads)
+        self._batched: Any = genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads})
         # a vocabulary floor every supported model has: ids only need to be valid and the same for every subject
         self._vocab = 32000
         self._next = 0
@@ -46,7 +47,7 @@ class OpenVino:
 
     def _plain_times(self, depth: int, steps: int) -> tuple[float, float]:
         """Seconds to the first token and of the `steps` after it, by its own metrics."""
-        ids = np.asarray([prompt_ids(depth, self._vocab)], dtype=np.int64)
+        ids = self._fresh_ids(depth)
         inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
         metrics = self._plain.generate(inputs, self._config(steps + 1)).perf_metrics
         return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean * steps / 1e3
@@ -54,10 +55,9 @@ class OpenVino:
     def _batched_times(self, depth: int, batch: int, steps: int) -> tuple[float, float]:
         """Seconds until every sequence has its first token, and of the `steps` steps after that."""
         handles = []
-        for lane in range(batch):
-            ids = np.asarray([prompt_ids(depth, self._vocab, salt=lane)], dtype=np.int64)
+        for _ in range(batch):
+            ids = self._fresh_ids(depth)
             handles.append(self._batched.add_request(self._next, ov.Tensor(ids), self._config(steps + 8)))
-            self._next += 1
         start = time.perf_counter()
         waiting = set(range(batch))
         while waiting:
@@ -70,6 +70,11 @@ class OpenVino:
         while self._batched.has_non_finished_requests():
             self._batched.step()
         return first - start, end - first
+
+    def _fresh_ids(self, count: int) -> npt.NDArray[np.int64]:
+        """Another prompt each time: LLMPipeline keeps the cache of the last one and would reuse it."""
+        self._next += 1
+        return np.asarray([prompt_ids(count, self._vocab, salt=7919 * self._next)], dtype=np.int64)
 
     def _config(self, tokens: int) -> Any:
         config = genai.GenerationConfig()
