@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import click
+from calstack.cli.app import main
 
 __all__ = ["main"]
-
-
-@click.group()
-def main() -> None:
-    """Compile language models ahead of time and serve them."""

@@ -1,0 +1,113 @@
+"""`calstack compile` and `calstack pull`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from calstack.cli.app import Context
+from calstack.cli.params import compile_options, json_option
+from calstack.cli.progress import show_progress
+from calstack.errors import UsageError
+from calstack.specs import KVDType
+
+if TYPE_CHECKING:
+    from calstack.api import CompileOptions
+    from calstack.progress import Progress
+
+__all__ = ["compile_command", "pull"]
+
+COMPILE_EXAMPLE = "Example: calstack compile model.gguf -o model.calbin --batch 1,4,8,16"
+PULL_EXAMPLE = "Example: calstack pull smollm2-135m"
+
+
+@click.command("compile", epilog=COMPILE_EXAMPLE)
+@click.argument("source")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Directory to write, m.calbin by custom.")
+@compile_options
+@click.option("--keep-onnx", type=click.Path(path_type=Path), help="Write the graphs there too; that directory compiles again.")
+@click.option("--quality/--no-quality", default=True, show_default=True, help="Measure perplexity and KL for the quality card.")
+@click.option("--quality-text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Text to measure quality on.")
+@click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists.")
+@json_option
+@click.pass_obj
+def compile_command(obj: Context, /, source: str, out: Path, force: bool, as_json: bool, **choices: Any) -> None:
+    """Compile SOURCE into a calbin.
+
+    SOURCE is a GGUF file, a Hugging Face directory (config.json, safetensors, tokenizer.json), a directory of
+    ONNX graphs that --keep-onnx wrote, a hub id (org/name), or a demo name.
+    """
+    options = _options(**choices)
+    _check_out(out, force=force)
+    with show_progress() as progress:
+        _compile(source, out, options, obj.cache, progress, force=force)
+    _print_path(out, as_json)
+
+
+@click.command(epilog=PULL_EXAMPLE)
+@click.argument("name")
+@compile_options
+@click.option("--quality/--no-quality", default=True, show_default=True, help="Measure perplexity and KL for the quality card.")
+@click.option("-f", "--force", is_flag=True, help="Compile again even if the cache has it.")
+@json_option
+@click.pass_obj
+def pull(obj: Context, /, name: str, force: bool, as_json: bool, **choices: Any) -> None:
+    """Fetch NAME, compile it unless the cache has it, and print the calbin's path as the last line.
+
+    NAME is a demo name or a hub id (org/name).
+    """
+    from calstack.frontends import hub
+
+    if name not in hub.demos() and not hub.is_hub_id(name):
+        raise UsageError(
+            "no such demo model", where=name, remedy=f"demo models: {', '.join(hub.demos())}; for a path use `calstack compile`"
+        )
+    options = _options(**choices, keep_onnx=None, quality_text=None)
+    from calstack.cli.store import calbin_path, is_whole
+
+    out = calbin_path(obj.cache, name, options)
+    if force or not is_whole(out):
+        with show_progress() as progress, hub.cache_lock(out.parent, progress):
+            if force or not is_whole(out):  # else another process has just compiled it
+                _compile(name, out, options, obj.cache, progress, force=True)
+    _print_path(out, as_json)
+
+
+def _options(
+    *, kv_dtype: str | None, quality_text: Path | None, batches: tuple[int, ...], keep_onnx: Path | None, **choices: Any
+) -> CompileOptions:
+    if util.find_spec("onnx_ir") is None or util.find_spec("onnxruntime") is None:
+        raise UsageError("compiling needs the compile extra", remedy="pip install 'calstack[compile]'")
+    from calstack.api import CompileOptions
+
+    text = quality_text.read_text("utf-8") if quality_text else None
+    kv = KVDType(kv_dtype) if kv_dtype else None
+    return CompileOptions(batches=batches, keep_onnx=keep_onnx, kv_dtype=kv, quality_text=text, **choices)
+
+
+def _check_out(out: Path, *, force: bool) -> None:
+    if not out.exists():
+        return
+    if not force:
+        raise UsageError("exists already", where=str(out), remedy="choose another name, or --force")
+    if not (out / "manifest.json").is_file():
+        raise UsageError("is not a calbin, so it is not replaced", where=str(out), remedy="remove it yourself")
+
+
+def _compile(source: str, out: Path, options: CompileOptions, cache: Path, progress: Progress, *, force: bool) -> None:
+    from calstack import api
+    from calstack.frontends import hub
+
+    path = hub.resolve(source, cache, progress)
+    if force and out.exists():
+        shutil.rmtree(out)
+    api.compile_model(str(path), out, options=options, progress=progress)
+
+
+def _print_path(out: Path, as_json: bool) -> None:
+    click.echo(json.dumps({"calbin": str(out)}) if as_json else str(out))
