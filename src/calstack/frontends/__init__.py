@@ -1,1 +1,7 @@
-"""See docs/concepts/architecture.md, section 4."""
+"""Frontends: model sources in, a GraphBundle out (docs/concepts/architecture.md, sections 2 and 4)."""
+
+from __future__ import annotations
+
+from calstack.frontends.source import Progress, open_source
+
+__all__ = ["Progress", "open_source"]

@@ -1,0 +1,53 @@
+"""Decides what a source is and opens it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from calstack.errors import SourceError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from calstack.graph.model import GraphBundle
+
+__all__ = ["Progress", "open_source"]
+
+_KINDS = "give a GGUF file, a Hugging Face model directory, or a directory that --keep-onnx wrote"
+
+
+class Progress(Protocol):
+    """Told how far long work is; `what` is a short noun phrase, `total` in the unit of `done`."""
+
+    def __call__(self, what: str, done: int, total: int) -> None: ...
+
+
+def open_source(path: Path, *, progress: Progress | None = None) -> GraphBundle:
+    """Open a model: a GGUF file, a HF directory, or a directory that `keep_onnx` wrote.
+
+    Raises SourceError when it is none of these or damaged, UnsupportedError when this compiler cannot do it.
+    """
+    try:
+        if path.is_dir():
+            return _open_directory(path, progress)
+        if path.exists():
+            from calstack.frontends.gguf_model import open_gguf
+
+            return open_gguf(path)
+    except OSError as error:
+        raise SourceError(f"cannot be read: {error.strerror}", where=str(path), remedy="check the path and its permissions") from error
+    raise SourceError("no such file or directory", where=str(path), remedy=_KINDS)
+
+
+def _open_directory(path: Path, progress: Progress | None) -> GraphBundle:
+    if (path / "index.json").is_file() and (path / "prefill.onnx").is_file():
+        from calstack.frontends.onnx_dir import open_onnx_dir
+
+        return open_onnx_dir(path, progress=progress)
+    if (path / "config.json").is_file():
+        from calstack.frontends.hf import open_hf
+
+        return open_hf(path, progress=progress)
+    found = sorted(p.name for p in path.glob("*.gguf"))
+    hint = f"it holds {found[0]}: give that file" if found else _KINDS
+    raise SourceError("neither config.json nor index.json with prefill.onnx is in this directory", where=str(path), remedy=hint)

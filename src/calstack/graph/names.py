@@ -1,0 +1,32 @@
+"""The semantic names of a decoder graph's inputs and outputs, and of the metadata its initializers carry."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["EMBEDS", "INPUT_IDS", "INV_FREQ", "KIND_KEY", "LOGITS", "PAST_LEN", "POSITIONS", "is_kv", "kv_in", "kv_out"]
+
+INPUT_IDS = "input_ids"
+POSITIONS = "positions"
+PAST_LEN = "past_kv_cur_seq_len"
+LOGITS = "logits"
+EMBEDS = "embeds"  # reserved
+INV_FREQ = "inv_freq"
+KIND_KEY = "calstack.kind"  # initializer metadata: how the source stores it
+
+_KV = re.compile(r"kv\.(\d+)\.([kv])(\.out)?")
+
+
+def kv_in(layer: int, which: str) -> str:
+    """Name of the past of layer `layer`; `which` is "k" or "v"."""
+    return f"kv.{layer}.{which}"
+
+
+def kv_out(layer: int, which: str) -> str:
+    """Name of the past with this call's positions appended."""
+    return f"kv.{layer}.{which}.out"
+
+
+def is_kv(name: str) -> bool:
+    """True for names of KV inputs and outputs."""
+    return _KV.fullmatch(name) is not None
