@@ -86,7 +86,8 @@ struct KernelTable {
   void (*quant_rows)(const float* x, size_t xs, const NormSpec& norm, const QuantRows& out, int r0, int r1);
   // y = norm(x) as f32, rows [r0, r1).
   void (*norm_rows)(const float* x, size_t xs, const NormSpec& norm, float* y, size_t ys, int n, int r0, int r1);
-  // quantised linear over rows [0, rows) and blocks [nb0, nb1). gated: blocks come in (gate, up) pairs, nb0 even, out has n/2 columns.
+  // quantised linear over rows [0, rows) and blocks [nb0, nb1). gated: blocks come in (gate, up) pairs, nb0 and nb1 even, out has n/2
+  // columns; where n/2 is no multiple of 16 each half is padded, so there are 2*ceil(n/32) blocks. bias[16*nb + lane], packed order.
   void (*linear_q)(const Weight& w, const QuantRows& a, int rows, const float* bias, Epilogue ep, Act act,
                    float* out, size_t os, int nb0, int nb1);
   // f32-activation linear (w4a16, bf16, f16, f32).
@@ -117,7 +118,9 @@ size_t attention_scratch_bytes(const AttnShape& s);  // per worker
 const KernelTable* kernels_reference();    // scalar, word for word numerics.md
 const KernelTable* kernels_portable();     // always there
 const KernelTable* kernels_avx2();         // null when the CPU lacks AVX2+FMA+F16C
-const KernelTable* kernels_avx512_vnni();  // null when the CPU lacks AVX-512 F/BW/VL/VNNI
-const KernelTable* kernels_by_name(const char* name);  // null when unknown or unusable; "" = best
+const KernelTable* kernels_avx2_vnni();    // avx2 with AVX-VNNI products in linear_q
+const KernelTable* kernels_avx512_vnni();  // null when the CPU lacks AVX-512 F/BW/VL/DQ/VNNI
+// "reference", "portable", "avx2", "avx2_vnni", "avx512_vnni", "" = best; null when unknown or unusable here.
+const KernelTable* kernels_by_name(const char* name);
 
 }  // namespace calstack

@@ -3,7 +3,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
+
+#include "calstack/kernels.h"
 
 namespace calstack::reference {
 namespace {
@@ -38,6 +41,27 @@ constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 [[maybe_unused]] inline float tanh_f32(float x) { return std::fma(2.0f, sigmoid_f32(2.0f * x), -1.0f); }
 [[maybe_unused]] inline float soft_cap(float x, float cap) { return cap * tanh_f32(x / cap); }
 
+[[maybe_unused]] inline float silu_f32(float x) { return x * sigmoid_f32(x); }
+
+[[maybe_unused]] inline float gelu_tanh_f32(float x) {
+  const float u = x * 0x1.988454p-1f * std::fma(x * x, 0x1.6e4e26p-5f, 1.0f);
+  return x * sigmoid_f32(2.0f * u);
+}
+
+[[maybe_unused]] inline float gelu_f32(float x) {
+  const float z = std::fabs(x) * 0x1.6a09e6p-1f;
+  const float t = 1.0f / std::fma(z, 0x1.4f740ap-2f, 1.0f);
+  float p = 0x1.0fb844p+0f;
+  for (float c : {-0x1.7401c6p+0f, 0x1.6be1c6p+0f, -0x1.23531cp-2f, 0x1.04f20cp-2f}) p = std::fma(p, t, c);
+  const float tail = p * t * exp_f32(-(z * z)) * 0.5f;
+  return x < 0.0f ? x * tail : x * (1.0f - tail);
+}
+
+[[maybe_unused]] inline float activate(Act act, float x) {
+  if (act == Act::silu) return silu_f32(x);
+  return act == Act::gelu_tanh ? gelu_tanh_f32(x) : gelu_f32(x);
+}
+
 // The tree that ends a lane sum.
 template <class T>
 inline T lane_tree(T (&a)[16]) {
@@ -50,6 +74,11 @@ inline T lane_tree(T (&a)[16]) {
   float acc[16] = {};
   for (int i = 0; i < n; ++i) acc[i % 16] = std::fma(x[i], x[i], acc[i % 16]);
   return lane_tree(acc);
+}
+
+// 1 / rms of a row.
+[[maybe_unused]] inline float rms_factor(const float* x, int n, float eps) {
+  return 1.0f / std::sqrt(lane_sum_of_squares(x, n) / static_cast<float>(n) + eps);
 }
 
 [[maybe_unused]] inline float bf16_to_float(uint16_t h) { return bits_to_float(static_cast<uint32_t>(h) << 16); }

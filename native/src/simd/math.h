@@ -8,7 +8,7 @@ namespace CALSTACK_ISA {
 CALSTACK_INLINE F32x16 exp(F32x16 x) {
   const F32x16 low = F32x16::broadcast(-87.0f);
   const Mask16 vanishes = less(x, low);
-  x = min(max(x, low), F32x16::broadcast(88.0f));
+  x = min(F32x16::broadcast(88.0f), max(low, x));  // this order lets a NaN through
   const F32x16 n = rint(x * F32x16::broadcast(0x1.715476p+0f));
   F32x16 r = fma(n, F32x16::broadcast(-0x1.62e4p-1f), x);
   r = fma(n, F32x16::broadcast(-0x1.7f7d1cp-20f), r);

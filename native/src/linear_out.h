@@ -1,0 +1,56 @@
+// What happens to the sums of one block of 16 outputs: bias, then store, residual or gate. Shared by linear_q and linear_f.
+#pragma once
+#include "packed.h"
+#include "simd/math.h"
+
+namespace calstack {
+namespace CALSTACK_ISA {
+
+struct Finish {
+  const Weight& w;
+  const float* bias;
+  Epilogue ep;
+  Act act;
+  float* out;
+  size_t os;
+
+  // Blocks that are computed together.
+  CALSTACK_INLINE int blocks_per_step() const { return ep == Epilogue::gated ? 2 : 1; }
+
+  // Rows [row0, row0 + rows) of block nb; y = [rows][16] sums, up = the same of block nb + 1 when gated.
+  void operator()(int nb, size_t row0, int rows, const float* y, const float* up) const {
+    const BlockOut to = block_out(w, ep, nb);
+    const F32x16 b = bias_of(nb, to.lanes), bu = ep == Epilogue::gated ? bias_of(nb + 1, to.lanes) : b;
+    for (int r = 0; r < rows; ++r) {
+      float* o = out + (row0 + (size_t)r) * os + to.column;
+      F32x16 v = biased(y + 16 * r, b);
+      if (ep == Epilogue::gated) v = activate(v) * biased(up + 16 * r, bu);
+      if (to.lanes == 16) (ep == Epilogue::residual ? F32x16::load(o) + v : v).store(o);
+      else (ep == Epilogue::residual ? F32x16::load_first(o, to.lanes) + v : v).store_first(o, to.lanes);
+    }
+  }
+
+ private:
+  CALSTACK_INLINE F32x16 bias_of(int nb, int lanes) const {
+    return bias ? F32x16::load_first(bias + (size_t)nb * kLane, lanes) : F32x16::zero();
+  }
+  // Without a bias nothing is added: -0 + 0 would be +0.
+  CALSTACK_INLINE F32x16 biased(const float* y, F32x16 b) const { return bias ? F32x16::load(y) + b : F32x16::load(y); }
+  CALSTACK_INLINE F32x16 activate(F32x16 v) const {
+    if (act == Act::silu) return silu(v);
+    return act == Act::gelu_tanh ? gelu_tanh(v) : gelu(v);
+  }
+};
+
+// Most rows of a register tile: an integer and a float accumulator per row, and a few registers more.
+constexpr int kTileRows = kVectorRegisters == 32 ? 12 : 4;
+
+// Cuts `rows` into panels of at most kTileRows rows, as even as they come, so that no panel is left nearly empty.
+struct Panels {
+  int rows, count;
+  explicit Panels(int total) : rows(total), count((total + kTileRows - 1) / kTileRows) {}
+  CALSTACK_INLINE int first(int i) const { return (int)((long long)rows * i / count); }
+};
+
+}  // namespace CALSTACK_ISA
+}  // namespace calstack
