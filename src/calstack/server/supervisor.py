@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from calstack.errors import CalstackError, UnavailableError
+from calstack.errors import CalstackError, UnavailableError, UsageError
 from calstack.server.config import EngineConfig, ServeConfig
 from calstack.server.errors import error_of
 from calstack.server.journal import Entry, Journal
@@ -79,7 +79,7 @@ class Supervisor:
         self.restarts = 0
         self.stats: EngineStats | None = None
         self.changed = asyncio.Event()  # set at every change of `state`
-        self._stopping = False
+        self._stop = asyncio.Event()
         self._link: EngineLink | None = None
         self._lost = asyncio.Event()
         self._heard = 0.0
@@ -94,13 +94,12 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End the engine process, by force if it does not go within `stop_timeout_s`. Open choices end with an error."""
-        self._stopping = True
+        self._stop.set()
         self._send(Stop())
+        if self._link is None:  # nobody to tell
+            self._lost.set()
         if self._task is not None:
-            if self._link is None:  # not connected yet: nobody to tell
-                self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await self._task
         self._set(EngineState.STOPPED)
         self._fail_all(UnavailableError("the server stops"))
 
@@ -138,22 +137,24 @@ class Supervisor:
     async def _run(self) -> None:
         failed_starts = 0
         with runtime_directory(self._config.runtime_dir) as directory:
-            while not self._stopping:
-                was_ready = await self._life(directory / "engine.sock")
-                if self._stopping:
-                    return
+            while not self._stop.is_set():
+                was_ready = await self._life(directory / f"engine-{self.restarts}.sock")
                 failed_starts = 0 if was_ready else failed_starts + 1
-                if self._hopeless(failed_starts, was_ready):
-                    return self._give_up()
+                if self._stop.is_set() or self._hopeless(failed_starts, was_ready):
+                    break
                 self.restarts += 1
                 self._set(EngineState.LOADING)
-                await asyncio.sleep(min(5.0, 0.1 * 2**failed_starts))
-        return None
+                await self._pause(min(5.0, 0.1 * 2**failed_starts))
+        if not self._stop.is_set():
+            self._give_up()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
 
     async def _life(self, path: Path) -> bool:
         """One engine process from start to end; whether it became ready."""
         self._lost.clear()
-        path.unlink(missing_ok=True)
         server = await asyncio.get_running_loop().create_unix_server(self._accept, path=str(path), backlog=1)
         process = await self._spawn(path)
         ended = asyncio.create_task(process.wait())
@@ -162,7 +163,7 @@ class Supervisor:
         finally:
             was_ready = self.state is EngineState.READY
             server.close()
-            await _end_process(process, self._config.engine.stop_timeout_s if self._stopping else 0.5)
+            await _end_process(process, self._config.engine.stop_timeout_s if was_ready and self._stop.is_set() else 0.5)
             await ended
             self._disconnected(process.returncode, was_ready)
         return was_ready
@@ -213,7 +214,7 @@ class Supervisor:
 
     def _disconnected(self, code: int | None, was_ready: bool) -> None:
         self._link = None
-        if self._stopping:
+        if self._stop.is_set():
             return
         logger.error("the engine process ended", extra={"exit_code": code, "error": self.error.line() if self.error else None})
         self.error = self.error or UnavailableError(f"the engine process ended with code {code}")
@@ -293,13 +294,15 @@ async def _end_process(process: asyncio.subprocess.Process, grace_s: float) -> N
 def runtime_directory(wanted: Path | None) -> Iterator[Path]:
     """A private directory whose socket paths fit into a sockaddr; removed at the end unless it was given."""
     if wanted is not None:
+        if len(os.fsencode(wanted)) > _SOCKET_PATH_LIMIT - len("/engine-00000.sock"):
+            raise UsageError("is too long for a socket path", where=str(wanted), remedy="take a shorter runtime_dir")
         wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield wanted
         return
     directory = Path(tempfile.mkdtemp(prefix="calstack-"))
-    if len(os.fsencode(directory / "engine.sock")) > _SOCKET_PATH_LIMIT:
+    if len(os.fsencode(directory / "engine-00000.sock")) > _SOCKET_PATH_LIMIT:
         directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="calstack-", dir="/tmp"))  # noqa: S108  # mode 0700
+        directory = Path(tempfile.mkdtemp(prefix="calstack-", dir="/tmp"))  # mode 0700
     try:
         yield directory
     finally:
