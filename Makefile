@@ -60,9 +60,11 @@ check: setup  ## format, lint, types, import contracts, sizes, changelog, genera
 	$(PY) tools/gen.py --check
 
 test: setup  ## the default tests
+	.venv/bin/calstack pull $(MODEL)
 	$(PY) -m pytest $(ARGS)
 
 test-full: setup  ## every test but the ones that need torch
+	.venv/bin/calstack pull $(MODEL)
 	$(PY) -m pytest -m "not live" --timeout 1800 $(ARGS)
 
 test-live: setup  ## compare with torch and transformers

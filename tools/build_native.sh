@@ -14,8 +14,8 @@ log=build/native/build.log
 run() { # quiet when all is well; the whole log when not
   "$@" >"$log" 2>&1 || { cat "$log" >&2; echo "calstack: the native build failed (log above; also in $log)" >&2; exit 1; }
 }
-if [[ ! -f build/native/build.ninja ]]; then
-  run "$bin/cmake" -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DPython_EXECUTABLE="$bin/python" -DCALSTACK_INPLACE=ON
+if [[ ! -f build/native/build.ninja || build/native/build.ninja -ot .venv/.tools ]]; then # new, or .venv was made anew
+  run "$bin/cmake" --fresh -S . -B build/native -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DPython_EXECUTABLE="$bin/python" -DCALSTACK_INPLACE=ON
 fi
 if ! "$bin/ninja" -C build/native -n 2>/dev/null | grep -q 'no work to do'; then
   echo "native: building" >&2

@@ -22,7 +22,7 @@ from calstack.errors import CalstackError
 
 __all__ = ["Context", "cli", "main"]
 
-INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 141
+INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 1
 
 # name → (module:attribute, one line for `calstack --help`)
 COMMANDS = {
@@ -103,7 +103,6 @@ def main(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains when it flushes
         return PIPE_CLOSED
     except (KeyboardInterrupt, click.Abort):
-        click.echo("", err=True)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the outermost frame: everything must end in one line and a code
         if debug:
