@@ -3,7 +3,12 @@
 
 namespace nb = nanobind;
 
+namespace calstack::bind {
+void init_kernels(nb::module_& core);
+}
+
 NB_MODULE(_core, m) {
   m.doc() = "calstack's native core";
   m.def("version", [] { return 1; }, "Version of the native interface; the wrappers check it.");
+  calstack::bind::init_kernels(m);
 }

@@ -1,0 +1,153 @@
+// `_core.kernels`: the kernels of the linear family, one call on numpy arrays each, for tests and benchmarks.
+#include "kernels.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "../src/packed.h"
+
+namespace calstack::bind {
+namespace {
+
+using F32Rows = Array<const float, 2>;
+using Floats = std::optional<Array<const float, 1>>;
+
+WFmt format_named(const std::string& name) {
+  const std::pair<const char*, WFmt> known[] = {{"w4a8", WFmt::w4a8}, {"w8a8", WFmt::w8a8}, {"w4a16", WFmt::w4a16},
+                                                {"bf16", WFmt::bf16}, {"f16", WFmt::f16},   {"f32", WFmt::f32}};
+  for (const auto& [text, format] : known)
+    if (name == text) return format;
+  throw nb::value_error("[kernels] format must be w4a8, w8a8, w4a16, bf16, f16 or f32");
+}
+
+Epilogue epilogue_named(const std::string& name) {
+  if (name == "store") return Epilogue::store;
+  if (name == "residual") return Epilogue::residual;
+  require(name == "gated", "[kernels] epilogue must be store, residual or gated");
+  return Epilogue::gated;
+}
+
+Act act_named(const std::string& name) {
+  if (name == "silu") return Act::silu;
+  if (name == "gelu_tanh") return Act::gelu_tanh;
+  require(name == "gelu", "[kernels] act must be silu, gelu_tanh or gelu");
+  return Act::gelu;
+}
+
+int blocks_of(int n, Epilogue ep) { return ep == Epilogue::gated ? 2 * ((n / 2 + kLane - 1) / kLane) : (n + kLane - 1) / kLane; }
+
+// A packed weight as Python hands it over, checked against its sizes.
+struct PyWeight {
+  Array<const uint8_t, 1> data;
+  Weight w;
+  PyWeight(Array<const uint8_t, 1> bytes, const std::string& format, int n, int k, int group, bool minimum)
+      : data(bytes), w{bytes.data(), format_named(format), n, k, group, minimum} {
+    require(n > 0 && k > 0, "[kernels] n and k must be positive");
+    require(!is_grouped(w.format) || ((group == 32 || group == 64 || group == 128) && k % group == 0),
+            "[kernels] group must be 32, 64 or 128 and divide k");
+    require(!minimum || w.format != WFmt::w8a8, "[kernels] w8a8 has no minimum");
+    require(bytes.size() >= block_bytes(w) * (size_t)blocks_of(n, Epilogue::store), "[kernels] weight data are too short");
+  }
+};
+
+struct Range {
+  int nb0, nb1;
+};
+
+// Checks what a linear call writes, and gives the blocks it takes (all, unless blocks says otherwise).
+Range check_out(const PyWeight& weight, Epilogue ep, size_t rows, const Floats& bias, const Array<float, 2>& out,
+                const std::optional<std::tuple<int, int>>& blocks) {
+  const Weight& w = weight.w;
+  const int count = blocks_of(w.n, ep), columns = ep == Epilogue::gated ? w.n / 2 : w.n;
+  require(weight.data.size() >= block_bytes(w) * (size_t)count, "[kernels] weight data are too short for pairs of blocks");
+  require(out.shape(0) == rows && out.shape(1) >= (size_t)columns, "[kernels] out is too small");
+  const size_t needed = ep == Epilogue::gated ? (size_t)((count - 1) * kLane + columns - (count / 2 - 1) * kLane) : (size_t)w.n;
+  require(!bias || bias->size() >= needed, "[kernels] bias is too short");
+  const Range r = blocks ? Range{std::get<0>(*blocks), std::get<1>(*blocks)} : Range{0, count};
+  const bool aligned = ep != Epilogue::gated || (r.nb0 % 2 == 0 && r.nb1 % 2 == 0 && w.n % 2 == 0);
+  require(0 <= r.nb0 && r.nb0 <= r.nb1 && r.nb1 <= count && aligned, "[kernels] blocks are out of range");
+  return r;
+}
+
+auto quant_rows(const std::string& isa, F32Rows x, Floats norm, float eps, int group) {
+  const size_t rows = x.shape(0), k = x.shape(1);
+  require(group == 32 || group == 64 || group == 128, "[kernels] group must be 32, 64 or 128");
+  require(k % (size_t)group == 0 && (!norm || norm->size() == k), "[kernels] k must be a multiple of the group and the norm's size");
+  auto codes = zeros<int8_t>(rows, k);
+  auto scale = zeros<float>(rows, k / group), asum = zeros<float>(rows, k / group);
+  auto isum = zeros<int32_t>(rows, k / group);
+  const QuantRows out{codes.data(), scale.data(), asum.data(), isum.data(), (int)k, group};
+  table_named(isa).quant_rows(x.data(), k, NormSpec{data_or_null(norm), eps}, out, 0, (int)rows);
+  return nb::make_tuple(codes, scale, asum, isum);
+}
+
+auto norm_rows(const std::string& isa, F32Rows x, Floats norm, float eps) {
+  const size_t rows = x.shape(0), n = x.shape(1);
+  require(!norm || norm->size() == n, "[kernels] the norm's weight must have n values");
+  auto y = zeros<float>(rows, n);
+  table_named(isa).norm_rows(x.data(), n, NormSpec{data_or_null(norm), eps}, y.data(), n, (int)n, 0, (int)rows);
+  return y;
+}
+
+void linear_q(const std::string& isa, const PyWeight& w, Array<const int8_t, 2> codes, Array<const float, 2> scale,
+              Array<const float, 2> asum, Array<const int32_t, 2> isum, Array<float, 2> out, Floats bias, const std::string& epilogue,
+              const std::string& act, std::optional<std::tuple<int, int>> blocks) {
+  const size_t rows = codes.shape(0), groups = (size_t)(w.w.k / (w.w.group ? w.w.group : 1));
+  require(w.w.format == WFmt::w4a8 || w.w.format == WFmt::w8a8, "[kernels] linear_q takes w4a8 and w8a8");
+  require(codes.shape(1) == (size_t)w.w.k, "[kernels] codes must be [rows, k]");
+  for (size_t n : {scale.size(), asum.size(), isum.size()}) require(n == rows * groups, "[kernels] scale, asum, isum: [rows, k / group]");
+  const Epilogue ep = epilogue_named(epilogue);
+  const Range r = check_out(w, ep, rows, bias, out, blocks);
+  const QuantRows a{const_cast<int8_t*>(codes.data()), const_cast<float*>(scale.data()), const_cast<float*>(asum.data()),
+                    const_cast<int32_t*>(isum.data()), w.w.k, w.w.group};
+  table_named(isa).linear_q(w.w, a, (int)rows, data_or_null(bias), ep, act_named(act), out.data(), out.shape(1), r.nb0, r.nb1);
+}
+
+void linear_f(const std::string& isa, const PyWeight& w, F32Rows x, Array<float, 2> out, Floats bias, const std::string& epilogue,
+              const std::string& act, std::optional<std::tuple<int, int>> blocks) {
+  require(w.w.format != WFmt::w4a8 && w.w.format != WFmt::w8a8, "[kernels] linear_f takes w4a16, bf16, f16 and f32");
+  require(x.shape(1) == (size_t)w.w.k, "[kernels] x must be [rows, k]");
+  const Epilogue ep = epilogue_named(epilogue);
+  const Range r = check_out(w, ep, x.shape(0), bias, out, blocks);
+  table_named(isa).linear_f(w.w, x.data(), x.shape(1), (int)x.shape(0), data_or_null(bias), ep, act_named(act), out.data(), out.shape(1),
+                            r.nb0, r.nb1);
+}
+
+auto embed_rows(const std::string& isa, const PyWeight& w, Array<const int32_t, 1> ids, float scale) {
+  for (size_t i = 0; i < ids.size(); ++i)
+    require(ids.data()[i] >= 0 && ids.data()[i] < w.w.n, "[kernels] an id is outside the embedding");
+  auto out = zeros<float>(ids.size(), (size_t)w.w.k);
+  table_named(isa).embed_rows(w.w, ids.data(), scale, out.data(), (size_t)w.w.k, 0, (int)ids.size());
+  return out;
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (const char* name : {"reference", "portable", "avx2", "avx2_vnni", "avx512_vnni"})
+    if (kernels_by_name(name)) names.emplace_back(name);
+  return names;
+}
+
+}  // namespace
+
+void init_kernels(nb::module_& core) {
+  nb::module_ m = core.def_submodule("kernels", "Single kernels on numpy arrays, for tests. No part of the product's interface.");
+  m.def("isas", &isas, "Instruction sets usable on this machine, the scalar reference first.");
+  nb::class_<PyWeight>(m, "Weight")
+      .def(nb::init<Array<const uint8_t, 1>, const std::string&, int, int, int, bool>(), nb::arg("data"), nb::arg("format"), nb::arg("n"),
+           nb::arg("k"), nb::arg("group") = 0, nb::arg("minimum") = false, "A packed weight (layout n16.v1) of n outputs and k inputs.");
+  m.def("quant_rows", &quant_rows, nb::arg("isa"), nb::arg("x"), nb::arg("norm") = nb::none(), nb::arg("eps") = 0.0f,
+        nb::arg("group") = 32, "codes [rows, k], scale, asum, isum [rows, k / group] of norm(x).");
+  m.def("norm_rows", &norm_rows, nb::arg("isa"), nb::arg("x"), nb::arg("norm") = nb::none(), nb::arg("eps") = 0.0f, "norm(x), f32.");
+  m.def("linear_q", &linear_q, nb::arg("isa"), nb::arg("weight"), nb::arg("codes"), nb::arg("scale"), nb::arg("asum"), nb::arg("isum"),
+        nb::arg("out"), nb::arg("bias") = nb::none(), nb::arg("epilogue") = "store", nb::arg("act") = "silu", nb::arg("blocks") = nb::none(),
+        "Writes int8 products into out [rows, >= columns].");
+  m.def("linear_f", &linear_f, nb::arg("isa"), nb::arg("weight"), nb::arg("x"), nb::arg("out"), nb::arg("bias") = nb::none(),
+        nb::arg("epilogue") = "store", nb::arg("act") = "silu", nb::arg("blocks") = nb::none(),
+        "Writes f32 products into out [rows, >= columns].");
+  m.def("embed_rows", &embed_rows, nb::arg("isa"), nb::arg("weight"), nb::arg("ids"), nb::arg("scale") = 1.0f, "Rows [ids, k], f32.");
+}
+
+}  // namespace calstack::bind
