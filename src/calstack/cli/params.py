@@ -11,7 +11,7 @@ import click
 
 from calstack.specs import KVDType, QuantSpec, WeightFormat
 
-__all__ = ["CALBIN", "Bytes", "Ints", "Quant", "device_options", "json_option"]
+__all__ = ["CALBIN", "Bytes", "Ints", "Quant", "compile_options", "device_options", "json_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 CALBIN = click.Path(path_type=Path)
@@ -104,12 +104,16 @@ def device_options(command: F) -> F:
     for option in reversed(
         (
             click.option("--device", default="cpu", show_default=True, help="Device to run on."),
-            click.option("--isa", default="auto", show_default=True, help="Instruction set of the cpu device's kernels."),
+            click.option("--isa", default="auto", callback=_isa, show_default=True, help="Instruction set of the cpu device's kernels."),
             click.option("--threads", type=click.IntRange(0), default=0, help="Kernel threads.  [default: one per core]"),
         )
     ):
         command = option(command)
     return command
+
+
+def _isa(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    return "" if value == "auto" else value  # the device contract says "" for its own choice
 
 
 def json_option(command: F) -> F:
