@@ -6,21 +6,21 @@ PORT ?= 8080
 MODEL ?= smollm2-135m
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve check test test-full test-live bench gen wheel clean
+.PHONY: help setup compiler native serve check test test-full test-live bench gen wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 # --- environment ---------------------------------------------------------------------------------------------------------
 
-.venv/bin/python:
+.venv/bin/python: | compiler
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	  || { echo "calstack: Python 3.11 or newer is needed; install it and run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "calstack: Python's venv module is missing; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv
 
-.venv/.tools: .venv/bin/python
+.venv/.tools: .venv/bin/python | compiler
 	@echo "setup: build tools" >&2
 	@$(PY) -m pip install -q --disable-pip-version-check 'scikit-build-core>=1.1' 'nanobind>=3.1' 'cmake>=3.22' ninja
 	@touch $@
@@ -39,6 +39,9 @@ EDITABLE = $(PY) -m pip install -q --disable-pip-version-check --no-build-isolat
 	@touch $@
 
 setup: native .venv/.dev  ## .venv with everything, and the compiled module
+
+compiler:
+	@tools/build_native.sh --check
 
 native: .venv/.tools  ## build the compiled module (incremental)
 	@tools/build_native.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the compiled module into src/calstack/native/, incrementally. Run by `make native`.
+# Builds the compiled module into src/calstack/native/, incrementally. Run by `make native`; --check only looks for a compiler.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$PWD/.venv/bin
@@ -7,6 +7,7 @@ if [[ -z ${CXX:-} ]] && ! command -v c++ g++ clang++ >/dev/null 2>&1; then
   echo "calstack: no C++ compiler found; on Debian or Ubuntu: apt-get install g++ (elsewhere install g++ or clang++, or set CXX)" >&2
   exit 1
 fi
+[[ ${1:-} == --check ]] && exit
 mkdir -p build/native
 exec 9>build/native.lock
 flock 9 # two builds at once would write the same objects
