@@ -1,0 +1,209 @@
+// Builds a calbin's programs from Python, call by call: names become offsets and pointers, and every size is checked.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <array>
+#include <optional>
+
+#include "builder.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace calstack::bind {
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
+
+template <size_t N>
+int index_of(const std::array<const char*, N>& names, const std::string& name, const char* what) {
+  for (size_t i = 0; i < N; ++i)
+    if (name == names[i]) return static_cast<int>(i);
+  refuse(std::string(what) + " " + name + " is not known");
+}
+
+constexpr std::array<const char*, 6> kFormats{"w4a8", "w8a8", "w4a16", "bf16", "f16", "f32"};
+constexpr std::array<const char*, 3> kActs{"silu", "gelu_tanh", "gelu"};
+constexpr std::array<const char*, 2> kKVTypes{"f32", "bf16"};
+
+}  // namespace
+
+KVType kv_type(const std::string& name) { return static_cast<KVType>(index_of(kKVTypes, name, "KV dtype")); }
+
+CalbinBuilder::CalbinBuilder(const std::string& params, int vocab, const KVShape& kv) : calbin_(std::make_unique<Calbin>(params, kv, vocab)) {}
+
+std::unique_ptr<Calbin> CalbinBuilder::take() {
+  if (!calbin_) refuse("the calbin was loaded before");
+  return std::move(calbin_);
+}
+
+int CalbinBuilder::program(int rows, int lanes, int context, size_t arena_bytes) {
+  if (!calbin_) refuse("the calbin was loaded before");
+  if (rows <= 0 || lanes <= 0 || context <= 0 || lanes > rows) refuse("rows, lanes and context must be positive, lanes at most rows");
+  auto p = std::make_unique<Program>();
+  p->rows = rows;
+  p->lanes = lanes;
+  p->context = context;
+  p->arena_bytes = arena_bytes;
+  calbin_->programs.push_back(std::move(p));
+  return static_cast<int>(calbin_->programs.size()) - 1;
+}
+
+Program& CalbinBuilder::last() {
+  if (!calbin_ || calbin_->programs.empty()) refuse("no program was begun");
+  return *calbin_->programs.back();
+}
+
+Call& CalbinBuilder::add(Op op, int layer) {
+  last().calls.emplace_back();
+  Call& c = last().calls.back();
+  c.op = op;
+  c.layer = layer;
+  return c;
+}
+
+Buf CalbinBuilder::buf(const BufArg& b, int width) {
+  const auto [offset, w] = b;
+  const Program& p = last();
+  const size_t bytes = static_cast<size_t>(p.rows) * static_cast<size_t>(w) * sizeof(float);
+  if (w <= 0 || (width > 0 && w != width)) refuse("a buffer of width " + std::to_string(w) + " where " + std::to_string(width) + " is needed");
+  if (offset % 64 != 0 || offset > p.arena_bytes || bytes > p.arena_bytes - offset) refuse("a buffer lies outside the arena");
+  return {offset, w};
+}
+
+const uint8_t* CalbinBuilder::bytes(size_t offset, size_t needed, size_t there) {
+  const MappedFile& f = calbin_->params;
+  if (offset % 64 != 0 || offset > f.size() || there > f.size() - offset || needed > there) refuse("a tensor has too few bytes");
+  return f.data() + offset;
+}
+
+const float* CalbinBuilder::vector(const std::optional<VectorArg>& v, int n) {
+  if (!v) return nullptr;
+  const auto [offset, there, count] = *v;
+  if (count != n) refuse("a vector of " + std::to_string(count) + " where " + std::to_string(n) + " are needed");
+  return reinterpret_cast<const float*>(bytes(offset, static_cast<size_t>(n) * sizeof(float), there));
+}
+
+void CalbinBuilder::weight(Call& c, const WeightArg& w, int k) {
+  const auto& [offset, there, format, n, wk, group, minimum] = w;
+  const auto fmt = static_cast<WFmt>(index_of(kFormats, format, "weight format"));
+  if (n <= 0 || wk <= 0 || (k > 0 && wk != k)) refuse("a weight with k = " + std::to_string(wk) + " where " + std::to_string(k) + " is needed");
+  const size_t blocks = static_cast<size_t>((n + kLane - 1) / kLane), depth = static_cast<size_t>(wk);
+  size_t needed = 0;
+  if (fmt <= WFmt::w4a16) {
+    if (group < 16 || group % 16 != 0 || wk % group != 0) refuse("k = " + std::to_string(wk) + " is not whole groups of " + std::to_string(group));
+    const size_t g = static_cast<size_t>(group), codes = fmt == WFmt::w8a8 ? g * 16 : g * 8;
+    needed = blocks * (depth / g) * (codes + 32 + (minimum ? 32 : 0));
+  } else {
+    needed = blocks * depth * kLane * (fmt == WFmt::f32 ? 4 : 2);
+  }
+  c.weight = {bytes(offset, needed, there), fmt, n, wk, group, minimum};
+  c.weight_bytes = needed;
+}
+
+void CalbinBuilder::embed(int layer, const WeightArg& w, float scale, const BufArg& out) {
+  Call& c = add(Op::embed, layer);
+  weight(c, w, 0);
+  if (c.weight.n < calbin_->vocab) refuse("the embedding has fewer rows than the vocabulary");
+  c.scale = scale;
+  c.out = buf(out, c.weight.k);
+}
+
+void CalbinBuilder::rope_table(int layer, const VectorArg& inv_freq, double factor, const BufArg& out) {
+  Call& c = add(Op::rope_table, layer);
+  c.out = buf(out, 0);
+  c.inv_freq = vector(inv_freq, c.out.width / 2);
+  c.attention_factor = factor;
+}
+
+void CalbinBuilder::norm_linear(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w,
+                                const std::optional<VectorArg>& bias, const std::optional<std::string>& gated, const BufArg& out) {
+  Call& c = add(Op::norm_linear, layer);
+  c.x = buf(x, 0);
+  weight(c, w, c.x.width);
+  c.norm = {vector(norm, c.x.width), eps};
+  c.bias = vector(bias, c.weight.n);
+  if (gated && c.weight.n % 32 != 0) refuse("a gated weight has whole pairs of 16 outputs");
+  if (gated) c.act = static_cast<Act>(index_of(kActs, *gated, "activation"));
+  c.epilogue = gated ? Epilogue::gated : Epilogue::store;
+  c.out = buf(out, gated ? c.weight.n / 2 : c.weight.n);
+}
+
+void CalbinBuilder::linear(int layer, const BufArg& x, const WeightArg& w, const std::optional<VectorArg>& bias, bool residual,
+                           const BufArg& out) {
+  Call& c = add(Op::linear, layer);
+  c.x = buf(x, 0);
+  weight(c, w, c.x.width);
+  c.bias = vector(bias, c.weight.n);
+  c.epilogue = residual ? Epilogue::residual : Epilogue::store;
+  c.out = buf(out, c.weight.n);
+}
+
+void CalbinBuilder::heads(Call& c, const HeadsArg& h, int kv_layer, const BufArg& qkv) {
+  const auto [heads, kv_heads, head_dim] = h;
+  const KVShape& kv = calbin_->kv.shape();
+  if (kv_heads != kv.kv_heads || head_dim != kv.head_dim) refuse("KV heads or head_dim differ from the KV cache");
+  if (heads <= 0 || heads % kv_heads != 0) refuse("heads must be a multiple of KV heads");
+  if (kv_layer < 0 || kv_layer >= kv.layers) refuse("no KV layer " + std::to_string(kv_layer));
+  c.kv_layer = kv_layer;
+  c.attn = {heads, kv_heads, head_dim, 0, 1.0f, 0.0f};
+  c.x = buf(qkv, (heads + 2 * kv_heads) * head_dim);
+}
+
+void CalbinBuilder::qk_norm_rope_kv(int layer, const BufArg& qkv, const BufArg& table, int kv_layer, const HeadsArg& h, int rope_dim,
+                                    const std::optional<VectorArg>& q_norm, const std::optional<VectorArg>& k_norm, float eps) {
+  Call& c = add(Op::qk_norm_rope_kv, layer);
+  heads(c, h, kv_layer, qkv);
+  if (rope_dim <= 0 || rope_dim % 2 != 0 || rope_dim > c.attn.head_dim) refuse("rope_dim must be even and at most head_dim");
+  c.rope_dim = rope_dim;
+  c.table = buf(table, rope_dim);
+  c.q_norm = vector(q_norm, c.attn.head_dim);
+  c.k_norm = vector(k_norm, c.attn.head_dim);
+  c.eps = eps;
+}
+
+void CalbinBuilder::attention(int layer, const BufArg& qkv, int kv_layer, const HeadsArg& h, float scale, int window, float softcap,
+                              const BufArg& out) {
+  Call& c = add(Op::attention, layer);
+  heads(c, h, kv_layer, qkv);
+  if (window < 0) refuse("window is negative");
+  c.attn.scale = scale;
+  c.attn.window = window;
+  c.attn.softcap = softcap;
+  c.out = buf(out, c.attn.heads * c.attn.head_dim);
+}
+
+void CalbinBuilder::lm_head(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w,
+                            const std::optional<VectorArg>& bias, float softcap) {
+  Call& c = add(Op::lm_head, layer);
+  c.x = buf(x, 0);
+  weight(c, w, c.x.width);
+  if (c.weight.n != calbin_->vocab) refuse("lm_head has not one output per vocabulary entry");
+  c.norm = {vector(norm, c.x.width), eps};
+  c.bias = vector(bias, c.weight.n);
+  c.softcap = softcap;
+}
+
+void init_program(nb::module_& m) {
+  nb::class_<CalbinBuilder>(m, "CalbinBuilder", "Maps a parameter shard and takes programs call by call; ValueError names what does not fit.")
+      .def("__init__",
+           [](CalbinBuilder* self, const std::string& params, int vocab, const std::string& kv_dtype, int layers, int kv_heads, int head_dim,
+              int blocks) {
+             if (vocab <= 0 || layers <= 0 || kv_heads <= 0 || head_dim <= 0 || blocks <= 0) refuse("sizes must be positive");
+             new (self) CalbinBuilder(params, vocab, {kv_type(kv_dtype), layers, kv_heads, head_dim, blocks});
+           },
+           "params"_a, "vocab"_a, "kv_dtype"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "blocks"_a)
+      .def("program", &CalbinBuilder::program, "rows"_a, "lanes"_a, "context"_a, "arena_bytes"_a)
+      .def("embed", &CalbinBuilder::embed, "layer"_a, "weight"_a, "scale"_a, "out"_a)
+      .def("rope_table", &CalbinBuilder::rope_table, "layer"_a, "inv_freq"_a, "attention_factor"_a, "out"_a)
+      .def("norm_linear", &CalbinBuilder::norm_linear, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "bias"_a.none(), "gated"_a.none(), "out"_a)
+      .def("linear", &CalbinBuilder::linear, "layer"_a, "x"_a, "weight"_a, "bias"_a.none(), "residual"_a, "out"_a)
+      .def("qk_norm_rope_kv", &CalbinBuilder::qk_norm_rope_kv, "layer"_a, "qkv"_a, "table"_a, "kv_layer"_a, "heads"_a, "rope_dim"_a,
+           "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a)
+      .def("attention", &CalbinBuilder::attention, "layer"_a, "qkv"_a, "kv_layer"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "out"_a)
+      .def("lm_head", &CalbinBuilder::lm_head, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "bias"_a.none(), "softcap"_a);
+}
+
+}  // namespace calstack::bind

@@ -1,0 +1,207 @@
+// Runs programs: the fused calls of a submodel over planned buffers, through a KernelTable and a ThreadPool.
+// Everything a step needs is sized when a calbin is loaded; running a launch allocates nothing.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "calstack/kernels.h"
+#include "calstack/thread_pool.h"
+
+namespace calstack {
+
+// Address space that the kernel fills on first touch and `discard` gives back. Throws std::bad_alloc when it cannot be reserved.
+class Region {
+ public:
+  Region() = default;
+  explicit Region(size_t bytes);
+  ~Region();
+  Region(Region&& other) noexcept;
+  Region& operator=(Region&& other) noexcept;
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+  void discard(size_t offset, size_t bytes);  // whole pages; they read as zero afterwards
+  template <class T>
+  T* as() const { return reinterpret_cast<T*>(data_); }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// A file's bytes, mapped read-only. Throws std::runtime_error naming the file.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  const uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  const uint8_t* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+struct KVShape {
+  KVType type = KVType::f32;
+  int layers = 0, kv_heads = 0, head_dim = 0, blocks = 0;
+  size_t layer_bytes() const;  // of one block
+};
+
+// KV blocks of one calbin: address space for all, memory for those written. Used by the dispatcher only, but for `committed`.
+class KVPool {
+ public:
+  explicit KVPool(const KVShape& shape);
+  const KVShape& shape() const { return shape_; }
+  size_t block_bytes() const { return shape_.layer_bytes() * static_cast<size_t>(shape_.layers); }
+  size_t stride() const { return stride_; }
+  uint8_t* base() const { return region_.data(); }
+  size_t committed_bytes() const { return committed_.load(std::memory_order_relaxed) * stride_; }
+  bool present(int block) const { return present_[static_cast<size_t>(block)] != 0; }
+  void touch(int block);
+  void clear(int block);
+  void clear_all();
+  void copy(int src, int dst);
+  void save(int block, uint8_t* out) const;
+  void restore(int block, const uint8_t* in);
+
+ private:
+  KVShape shape_;
+  size_t stride_;  // whole pages, so that clearing a block gives all its memory back
+  Region region_;
+  std::vector<uint8_t> present_;
+  std::atomic<size_t> committed_{0};
+};
+
+enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head };
+const char* op_name(Op op);
+
+struct Buf {
+  size_t offset = 0;  // bytes from the arena's start
+  int width = 0;      // f32 per row
+};
+
+// One fused call; which fields count depends on `op`.
+struct Call {
+  Op op{};
+  int layer = -1;
+  Buf x, out, table;
+  Weight weight{};
+  size_t weight_bytes = 0;
+  const float* bias = nullptr;
+  NormSpec norm{nullptr, 0.0f};
+  Epilogue epilogue = Epilogue::store;
+  Act act = Act::silu;
+  AttnShape attn{};
+  int kv_layer = 0, rope_dim = 0;
+  const float* q_norm = nullptr;
+  const float* k_norm = nullptr;
+  const float* inv_freq = nullptr;
+  float eps = 0.0f, scale = 1.0f, softcap = 0.0f;
+  double attention_factor = 1.0;
+};
+
+struct Program {
+  int rows = 0, lanes = 0, context = 0;
+  size_t arena_bytes = 0;
+  std::vector<Call> calls;
+};
+
+constexpr int kMostTop = 64;    // log-probabilities of a row
+constexpr int kHeadRows = 64;   // rows that lm_head takes at once
+
+// One lane of a launch: what went in, what came out. Arrays belong to the LaunchData.
+struct Lane {
+  int past = 0, cur = 0, first_row = 0;
+  bool emit = false, all_logits = false, last_logits = false, failed = false;
+  int64_t from_ticket = -1;  // token source: an earlier launch, or -1
+  int from_lane = 0;
+  SampleArgs sampling{};
+  int32_t token = -1;
+  float logprob = 0.0f;
+  int n_top = 0;
+  int32_t* top_ids = nullptr;
+  float* top_logprobs = nullptr;
+  std::unique_ptr<float[]> logits;
+  int logit_rows() const { return all_logits ? cur : last_logits ? 1 : 0; }
+};
+
+struct CallSpan {
+  int64_t start_ns = 0, ns = 0;  // from the launch's infer start
+};
+
+// Inputs and outputs of one launch; the arrays have room for the calbin's largest program.
+struct LaunchData {
+  const Program* program = nullptr;
+  int lanes = 0, rows = 0;
+  std::vector<Lane> lane;
+  std::vector<const int32_t*> tables;
+  int32_t *tokens = nullptr, *row_lane = nullptr, *positions = nullptr;  // per row
+  bool profile = false, strict = false;
+  std::vector<CallSpan> spans;
+  int64_t d2h_ns = 0;
+  size_t d2h_bytes = 0;
+  int nan_lane = -1;  // strict: first lane whose logits hold a NaN
+};
+
+// A loaded calbin on this device.
+struct Calbin {
+  Calbin(const std::string& params, const KVShape& kv, int vocab);
+  size_t memory_parameters() const { return params.size(); }
+
+  MappedFile params;
+  KVPool kv;
+  int vocab;
+  std::vector<std::unique_ptr<Program>> programs;
+  Region arena;
+};
+
+// Work of a call in a launch, for profiles: bytes of weights, activations and KV that it must move, and operations.
+struct CallWork {
+  int64_t bytes = 0, ops = 0;
+};
+CallWork call_work(const Call& call, const LaunchData& launch, const KVShape& kv);
+
+class Scratch;
+
+class Executor {
+ public:
+  Executor(const KernelTable& kernels, ThreadPool& pool);
+  ~Executor();
+
+  // Sizes scratch for a calbin: called at load, before its first launch, with no launch running.
+  void prepare(const Calbin& calbin);
+  size_t scratch_bytes() const;
+
+  // Runs the launch's program. False when `abort` was set between two calls.
+  bool run(const Calbin& calbin, LaunchData& launch, const std::atomic<bool>& abort);
+
+ private:
+  void call(const Calbin& calbin, const Call& c, LaunchData& launch);
+  float* at(const Calbin& calbin, const Buf& b) const { return reinterpret_cast<float*>(calbin.arena.data() + b.offset); }
+  void embed(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void rope_table(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void rope_kv(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void linear(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void linear_few(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void linear_quantised(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void linear_float(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void attention(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void attention_rows(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void attention_splits(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);
+  void copy_logits(int vocab, LaunchData& launch, int count);
+  void sample(const Call& c, int vocab, LaunchData& launch, int count);
+
+  const KernelTable& kernels_;
+  ThreadPool& pool_;
+  std::unique_ptr<Scratch> scratch_;
+};
+
+}  // namespace calstack

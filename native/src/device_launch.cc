@@ -1,0 +1,192 @@
+// A launch on its way: its slot, the checks before it is queued, and the dispatcher that runs it.
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "calstack/device.h"
+
+namespace calstack {
+namespace {
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+}
+
+[[noreturn]] void refuse(int lane, const std::string& what) { throw BoundError("lane " + std::to_string(lane) + ": " + what); }
+
+size_t align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+Slot::Slot(const Calbin& calbin, int id) : calbin_id(id) {
+  int lanes = 0, rows = 0, context = 0;
+  size_t calls = 0;
+  for (const auto& p : calbin.programs) {
+    lanes = std::max(lanes, p->lanes);
+    rows = std::max(rows, p->rows);
+    context = std::max(context, p->context);
+    calls = std::max(calls, p->calls.size());
+  }
+  table_room = (context + kBlockPositions - 1) / kBlockPositions;
+  history_room = context + 2;
+  mask_words = (calbin.vocab + 31) / 32;
+  bias_room = calbin.vocab;
+  const size_t n = static_cast<size_t>(lanes), row_bytes = align64(static_cast<size_t>(rows) * 4);
+  const auto per_lane = [n](int count) { return align64(n * static_cast<size_t>(count) * 4); };
+  const size_t parts[] = {row_bytes, row_bytes, row_bytes, per_lane(table_room), per_lane(history_room), per_lane(mask_words),
+                          per_lane(bias_room), per_lane(bias_room), per_lane(kMostTop), per_lane(kMostTop)};
+  size_t total = 0;
+  for (const size_t part : parts) total += part;
+  memory_ = Region(total);
+  size_t offset = 0, index = 0;
+  const auto next = [&] {
+    uint8_t* p = memory_.data() + offset;
+    offset += parts[index++];
+    return p;
+  };
+  data.tokens = reinterpret_cast<int32_t*>(next());
+  data.row_lane = reinterpret_cast<int32_t*>(next());
+  data.positions = reinterpret_cast<int32_t*>(next());
+  tables_ = reinterpret_cast<int32_t*>(next());
+  history_ = reinterpret_cast<int32_t*>(next());
+  mask_ = reinterpret_cast<uint32_t*>(next());
+  bias_ids_ = reinterpret_cast<int32_t*>(next());
+  bias_ = reinterpret_cast<float*>(next());
+  int32_t* top_ids = reinterpret_cast<int32_t*>(next());
+  float* top_logprobs = reinterpret_cast<float*>(next());
+  data.lane.resize(n);
+  data.tables.resize(n);
+  data.spans.resize(calls);
+  for (size_t i = 0; i < n; ++i) {
+    data.lane[i].top_ids = top_ids + i * kMostTop;
+    data.lane[i].top_logprobs = top_logprobs + i * kMostTop;
+    data.tables[i] = table(static_cast<int>(i));
+  }
+}
+
+// Memory safety only; what a launch may ask for is checked where its values still have names.
+void CpuDevice::check_lane(const Slot& slot, const Calbin& calbin, const Lane& lane, int index) const {
+  const Program& p = *slot.data.program;
+  if (lane.past < 0 || lane.cur < 0 || lane.past > p.context - lane.cur) refuse(index, "positions lie outside the context");
+  const int blocks = (lane.past + lane.cur + kBlockPositions - 1) / kBlockPositions;
+  for (int i = 0; i < blocks; ++i) {
+    const int block = slot.table(index)[i];
+    if (block < 0 || block >= calbin.kv.shape().blocks) refuse(index, "block " + std::to_string(block) + " does not exist");
+  }
+  const auto in_vocab = [&](const int32_t* ids, int n) { return std::all_of(ids, ids + n, [&](int32_t t) { return t >= 0 && t < calbin.vocab; }); };
+  if (lane.from_ticket < 0 && !in_vocab(slot.data.tokens + lane.first_row, lane.cur)) refuse(index, "a token id lies outside the vocabulary");
+  const SampleArgs& s = lane.sampling;
+  if (!in_vocab(s.prompt, s.n_prompt) || !in_vocab(s.output, s.n_output)) refuse(index, "a history id lies outside the vocabulary");
+  if (!in_vocab(s.bias_ids, s.n_bias)) refuse(index, "a bias id lies outside the vocabulary");
+}
+
+void CpuDevice::check_source(const Slot& slot, const Lane& lane, int index) const {
+  if (lane.from_ticket < 0 || lane.cur == 0) return;
+  const Sampled& s = sampled_[static_cast<size_t>(lane.from_ticket) % sampled_.size()];
+  const int64_t oldest = next_ticket_ + options_.queue_depth + 1 - static_cast<int64_t>(sampled_.size());
+  if (s.ticket != lane.from_ticket || s.calbin_id != slot.calbin_id || s.ticket < oldest) refuse(index, "its token's launch is not known");
+  if (lane.from_lane < 0 || lane.from_lane >= s.lanes || s.tokens[static_cast<size_t>(lane.from_lane)] == -1)
+    refuse(index, "its token's lane does not emit");
+  if (lane.cur != 1) refuse(index, "a token of an earlier launch is one row");
+}
+
+void CpuDevice::place_rows(Slot& slot) {
+  LaunchData& d = slot.data;
+  for (int i = 0; i < d.lanes; ++i) {
+    const Lane& lane = d.lane[static_cast<size_t>(i)];
+    for (int r = 0; r < lane.cur; ++r) {
+      d.row_lane[lane.first_row + r] = i;
+      d.positions[lane.first_row + r] = lane.past + r;
+    }
+  }
+}
+
+void CpuDevice::remember(const Slot& slot) {
+  Sampled& s = sampled_[static_cast<size_t>(slot.ticket) % sampled_.size()];
+  s.ticket = slot.ticket;
+  s.calbin_id = slot.calbin_id;
+  s.lanes = slot.data.lanes;
+  s.ready = false;
+  s.tokens.clear();
+  for (int i = 0; i < s.lanes; ++i) s.tokens.push_back(slot.data.lane[static_cast<size_t>(i)].emit ? 0 : -1);
+}
+
+void CpuDevice::dispatch() {
+  for (;;) {
+    Slot* slot = nullptr;
+    {
+      std::unique_lock lock(mutex_);
+      if (waiting_ == 0) pool_.park();
+      queued_.wait(lock, [this] { return stop_ || waiting_ > 0; });
+      if (stop_) return drop_queue(Outcome::cancelled, "the device was closed");
+      slot = running_ = queue_[static_cast<size_t>(head_)];
+      head_ = (head_ + 1) % options_.queue_depth;
+      --waiting_;
+      slot->state = SlotState::running;
+    }
+    execute(*slot);
+  }
+}
+
+void CpuDevice::execute(Slot& slot) {
+  LaunchData& d = slot.data;
+  d.d2h_ns = 0;
+  d.d2h_bytes = 0;
+  d.nan_lane = -1;
+  Calbin* calbin = nullptr;
+  bool known = false;
+  {
+    std::lock_guard lock(mutex_);
+    calbin = find(slot.calbin_id)->calbin.get();
+    known = resolve_tokens(slot);
+  }
+  for (int i = 0; i < d.lanes; ++i) {
+    const Lane& lane = d.lane[static_cast<size_t>(i)];
+    for (int b = lane.past / kBlockPositions; lane.cur > 0 && b <= (lane.past + lane.cur - 1) / kBlockPositions; ++b)
+      calbin->kv.touch(slot.table(i)[b]);
+  }
+  slot.started_ns = now_ns();
+  const bool ran = known && executor_.run(*calbin, d, abort_);
+  slot.infer_ns = now_ns() - slot.started_ns - d.d2h_ns;
+  std::lock_guard lock(mutex_);
+  running_ = nullptr;
+  if (!known) return complete(slot, Outcome::retryable, "the launch that its token comes from did not finish");
+  if (!ran) return complete(slot, Outcome::needs_reset, "the device was reset");
+  if (d.nan_lane >= 0) return complete(slot, Outcome::failed, ("logits of lane " + std::to_string(d.nan_lane) + " hold NaN").c_str());
+  finish(slot);
+}
+
+// Puts ids of earlier launches into their rows and histories; false when one of those launches did not finish.
+bool CpuDevice::resolve_tokens(Slot& slot) {
+  for (int i = 0; i < slot.data.lanes; ++i) {
+    Lane& lane = slot.data.lane[static_cast<size_t>(i)];
+    lane.failed = false;
+    if (lane.from_ticket < 0 || lane.cur == 0) continue;
+    const Sampled& s = sampled_[static_cast<size_t>(lane.from_ticket) % sampled_.size()];
+    if (s.ticket != lane.from_ticket || !s.ready) return false;
+    const int32_t token = s.tokens[static_cast<size_t>(lane.from_lane)];
+    lane.failed = token < 0;
+    slot.data.tokens[lane.first_row] = std::max(token, 0);
+    if (lane.sampling.output != nullptr && token >= 0) slot.history(i)[lane.sampling.n_prompt + lane.sampling.n_output++] = token;
+  }
+  return true;
+}
+
+void CpuDevice::finish(Slot& slot) {
+  const int64_t before = now_ns();
+  Sampled& s = sampled_[static_cast<size_t>(slot.ticket) % sampled_.size()];
+  for (int i = 0; i < slot.data.lanes; ++i) {
+    const Lane& lane = slot.data.lane[static_cast<size_t>(i)];
+    if (!lane.emit || lane.cur == 0) continue;
+    s.tokens[static_cast<size_t>(i)] = lane.token;
+    slot.data.d2h_bytes += sizeof(int32_t) + (lane.sampling.top_logprobs >= 0 ? sizeof(float) + static_cast<size_t>(lane.n_top) * 8 : 0);
+  }
+  s.ready = true;
+  slot.data.d2h_ns += now_ns() - before;
+  complete(slot, Outcome::ok, "");
+}
+
+}  // namespace calstack

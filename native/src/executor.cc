@@ -1,0 +1,179 @@
+#include "calstack/executor.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "executor_scratch.h"
+
+namespace calstack {
+namespace {
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+}
+
+// Activation bytes of a row chunk that stay in a core's L2 beside the weights that stream through it.
+constexpr size_t kChunkBytes = 512 << 10;
+
+int row_chunk(size_t row_bytes, int rows) {
+  const int most = static_cast<int>(std::max<size_t>(kChunkBytes / row_bytes, 16)) / 16 * 16;
+  const int chunks = (rows + most - 1) / most;
+  return ((rows + chunks - 1) / chunks + 15) / 16 * 16;
+}
+
+// A linear call cut into (row chunk, column unit) tiles; a unit is one packed block, or a gate/up pair.
+struct Tiling {
+  int rows, chunk, blocks, step, units;
+
+  Tiling(const Call& c, int rows_, int chunk_)
+      : rows(rows_), chunk(chunk_), blocks((c.weight.n + kLane - 1) / kLane), step(c.epilogue == Epilogue::gated ? 2 : 1) {
+    units = blocks / step;
+  }
+  int count() const { return (rows + chunk - 1) / chunk * units; }
+
+  // f(first row, rows, first block, end block) for each row chunk that tiles [begin, end) touch.
+  template <class F>
+  void each(int begin, int end, F&& f) const {
+    while (begin < end) {
+      const int c = begin / units, stop = std::min(end, (c + 1) * units), r0 = c * chunk;
+      f(r0, std::min(chunk, rows - r0), (begin - c * units) * step, (stop - c * units) * step);
+      begin = stop;
+    }
+  }
+};
+
+bool quantised(const Weight& w) { return w.format == WFmt::w4a8 || w.format == WFmt::w8a8; }
+
+}  // namespace
+
+const char* op_name(Op op) {
+  static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head"};
+  return names[static_cast<int>(op)];
+}
+
+Calbin::Calbin(const std::string& path, const KVShape& shape, int vocab_) : params(path), kv(shape), vocab(vocab_) {}
+
+Executor::Executor(const KernelTable& kernels, ThreadPool& pool)
+    : kernels_(kernels), pool_(pool), scratch_(std::make_unique<Scratch>(pool.threads())) {}
+
+Executor::~Executor() = default;
+
+size_t Executor::scratch_bytes() const { return scratch_->bytes(); }
+
+void Executor::prepare(const Calbin& calbin) {
+  Scratch& s = *scratch_;
+  for (const auto& p : calbin.programs) {
+    for (const Call& c : p->calls) {
+      const int rows = c.op == Op::lm_head ? kHeadRows : p->rows;
+      const size_t elements = static_cast<size_t>(rows) * static_cast<size_t>(c.weight.k);
+      if (c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head) {
+        s.grow_quant(elements);
+        s.grow_few(static_cast<size_t>(c.weight.k));
+        if (!quantised(c.weight)) grow(s.normed, elements * sizeof(float));
+      }
+      if (c.op == Op::attention) s.grow_attention(c.attn, p->lanes, p->rows, (p->context + kSplitKeys - 1) / kSplitKeys);
+      if (c.op == Op::lm_head) s.grow_head(c.x.width, calbin.vocab, p->lanes);
+    }
+  }
+}
+
+bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<bool>& abort) {
+  const auto& calls = launch.program->calls;
+  const int64_t begin = launch.profile ? now_ns() : 0;
+  int64_t last = begin;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    if (abort.load(std::memory_order_relaxed)) return false;
+    call(calbin, calls[i], launch);
+    if (launch.profile) {
+      const int64_t t = now_ns();
+      launch.spans[i] = {last - begin, t - last};
+      last = t;
+    }
+  }
+  return true;
+}
+
+void Executor::call(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  const auto stride = [](const Buf& b) { return static_cast<size_t>(b.width); };
+  switch (c.op) {
+    case Op::embed: return embed(calbin, c, launch);
+    case Op::rope_table: return rope_table(calbin, c, launch);
+    case Op::qk_norm_rope_kv: return rope_kv(calbin, c, launch);
+    case Op::attention: return attention(calbin, c, launch);
+    case Op::lm_head: return lm_head(calbin, c, launch);
+    case Op::norm_linear:
+    case Op::linear: return linear(c, at(calbin, c.x), stride(c.x), launch.rows, at(calbin, c.out), stride(c.out));
+  }
+}
+
+void Executor::embed(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  float* out = at(calbin, c.out);
+  const size_t os = static_cast<size_t>(c.out.width);
+  pool_.run(launch.rows, {8}, [&](int b, int e, int) { kernels_.embed_rows(c.weight, launch.tokens, c.scale, out, os, b, e); });
+}
+
+void Executor::rope_table(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  float* out = at(calbin, c.out);
+  const size_t os = static_cast<size_t>(c.out.width);
+  pool_.run(launch.rows, {8}, [&](int b, int e, int) {
+    kernels_.rope_table(c.inv_freq, c.out.width / 2, c.attention_factor, launch.positions, out, os, b, e);
+  });
+}
+
+void Executor::linear(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
+  if (!quantised(c.weight)) return linear_float(c, x, xs, rows, out, os);
+  if (rows == 1 || rows * c.weight.k <= kFewElements) return linear_few(c, x, xs, rows, out, os);
+  linear_quantised(c, x, xs, rows, out, os);
+}
+
+// Each worker quantises the few rows for itself on its first chunk: one phase instead of two.
+void Executor::linear_few(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
+  const Tiling tiles(c, rows, rows);
+  const uint64_t phase = ++scratch_->phase;
+  pool_.run(tiles.units, {2}, [&](int b, int e, int w) {
+    WorkerScratch& mine = scratch_->worker[static_cast<size_t>(w)];
+    QuantRows q = mine.few;
+    q.k = c.weight.k;
+    q.group = c.weight.group;
+    if (mine.phase != phase) kernels_.quant_rows(x, xs, c.norm, q, 0, rows);
+    mine.phase = phase;
+    kernels_.linear_q(c.weight, q, rows, c.bias, c.epilogue, c.act, out, os, b * tiles.step, e * tiles.step);
+  });
+}
+
+void Executor::linear_quantised(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
+  const QuantRows q = scratch_->shared(c.weight.k, c.weight.group);
+  pool_.run(rows, {4, 32}, [&](int b, int e, int) { kernels_.quant_rows(x, xs, c.norm, q, b, e); });
+  const size_t row_bytes = static_cast<size_t>(q.k + 12 * (q.k / q.group));
+  const Tiling tiles(c, rows, row_chunk(row_bytes, rows));
+  pool_.run(tiles.count(), {2}, [&](int b, int e, int) {
+    tiles.each(b, e, [&](int r0, int n, int nb0, int nb1) {
+      kernels_.linear_q(c.weight, advance(q, r0), n, c.bias, c.epilogue, c.act, out + static_cast<size_t>(r0) * os, os, nb0, nb1);
+    });
+  });
+}
+
+void Executor::linear_float(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
+  if (c.norm.weight != nullptr) {
+    float* y = scratch_->normed.as<float>();
+    const size_t ys = static_cast<size_t>(c.weight.k);
+    pool_.run(rows, {4, 32}, [&, from = x, from_stride = xs](int b, int e, int) {
+      kernels_.norm_rows(from, from_stride, c.norm, y, ys, c.weight.k, b, e);
+    });
+    x = y;
+    xs = ys;
+  }
+  const Tiling tiles(c, rows, row_chunk(static_cast<size_t>(c.weight.k) * sizeof(float), rows));
+  pool_.run(tiles.count(), {2}, [&](int b, int e, int) {
+    tiles.each(b, e, [&](int r0, int n, int nb0, int nb1) {
+      const size_t r = static_cast<size_t>(r0);
+      kernels_.linear_f(c.weight, x + r * xs, xs, n, c.bias, c.epilogue, c.act, out + r * os, os, nb0, nb1);
+    });
+  });
+}
+
+}  // namespace calstack

@@ -1,0 +1,110 @@
+// Rope, KV write and attention of a launch: how its lanes are cut into items.
+#include <algorithm>
+
+#include "calstack/executor.h"
+#include "executor_scratch.h"
+
+namespace calstack {
+namespace {
+
+constexpr int kRowBlock = 32;  // prefill rows of one attention item
+
+KVView view(const Calbin& calbin, const Call& c, const LaunchData& launch) {
+  const KVShape& s = calbin.kv.shape();
+  return {s.type, calbin.kv.base(), calbin.kv.stride(), static_cast<size_t>(c.kv_layer) * s.layer_bytes(), s.kv_heads, s.head_dim,
+          launch.tables.data()};
+}
+
+int first_split(const Call& c, int position) {
+  return c.attn.window > 0 ? std::max(0, position - c.attn.window + 1) / kSplitKeys : 0;
+}
+
+// Decode over long contexts with too few (lane, kv head) items to keep every thread busy.
+bool wants_splits(const Call& c, const LaunchData& launch, int threads) {
+  int deepest = 0;
+  for (int i = 0; i < launch.lanes; ++i) {
+    const Lane& lane = launch.lane[static_cast<size_t>(i)];
+    if (lane.cur > 1) return false;
+    deepest = std::max(deepest, lane.past);
+  }
+  return threads > 1 && deepest >= kSplitKeys && launch.rows * c.attn.kv_heads < 4 * threads;
+}
+
+}  // namespace
+
+void Executor::rope_kv(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  const KVView kv = view(calbin, c, launch);
+  float* qkv = at(calbin, c.x);
+  const float* table = at(calbin, c.table);
+  const size_t xs = static_cast<size_t>(c.x.width), ts = static_cast<size_t>(c.table.width);
+  pool_.run(launch.rows, {4, 16}, [&](int b, int e, int) {
+    kernels_.qk_norm_rope_kv(qkv, xs, table, ts, c.rope_dim, c.q_norm, c.k_norm, c.eps, c.attn, kv, launch.row_lane, launch.positions, b, e);
+  });
+}
+
+void Executor::attention(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  if (wants_splits(c, launch, pool_.threads())) return attention_splits(calbin, c, launch);
+  attention_rows(calbin, c, launch);
+}
+
+void Executor::attention_rows(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  auto& items = scratch_->items;
+  items.clear();
+  for (int i = 0; i < launch.lanes; ++i) {  // last rows first: they see the most keys
+    const Lane& lane = launch.lane[static_cast<size_t>(i)];
+    for (int b = (lane.cur - 1) / kRowBlock; b >= 0 && lane.cur > 0; --b) {
+      const int r0 = lane.first_row + b * kRowBlock;
+      items.push_back({i, r0, std::min(r0 + kRowBlock, lane.first_row + lane.cur), 0});
+    }
+  }
+  const KVView kv = view(calbin, c, launch);
+  const float* qkv = at(calbin, c.x);
+  float* out = at(calbin, c.out);
+  const size_t xs = static_cast<size_t>(c.x.width), os = static_cast<size_t>(c.out.width);
+  const int heads = c.attn.kv_heads;
+  pool_.run(static_cast<int>(items.size()) * heads, {1, 1}, [&](int b, int e, int w) {
+    for (int u = b; u < e; ++u) {
+      const AttentionItem& it = items[static_cast<size_t>(u / heads)];
+      kernels_.attention(qkv, xs, c.attn, kv, it.lane, launch.positions, u % heads, it.r0, it.r1, out, os,
+                         scratch_->worker[static_cast<size_t>(w)].attention.data());
+    }
+  });
+}
+
+// One item per (lane, split, kv head), then the merge per (lane, kv head). Partials: [lane][kv head][split].
+void Executor::attention_splits(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  auto& items = scratch_->items;
+  items.clear();
+  const int most = (launch.program->context + kSplitKeys - 1) / kSplitKeys;
+  for (int i = 0; i < launch.lanes; ++i) {
+    const Lane& lane = launch.lane[static_cast<size_t>(i)];
+    if (lane.cur == 0) continue;
+    for (int s = first_split(c, lane.past); s <= lane.past / kSplitKeys; ++s) items.push_back({i, lane.first_row, lane.first_row + 1, s});
+  }
+  const KVView kv = view(calbin, c, launch);
+  const float* qkv = at(calbin, c.x);
+  float* out = at(calbin, c.out);
+  const size_t xs = static_cast<size_t>(c.x.width), os = static_cast<size_t>(c.out.width);
+  const int heads = c.attn.kv_heads, group = c.attn.heads / heads;
+  const auto part = [&](int row, int head, int s) { return static_cast<size_t>((row * heads + head) * most + s) * static_cast<size_t>(group); };
+  float *ml = scratch_->partial_ml.as<float>(), *o = scratch_->partial_o.as<float>();
+  const size_t dim = static_cast<size_t>(c.attn.head_dim);
+  pool_.run(static_cast<int>(items.size()) * heads, {1, 1}, [&](int b, int e, int w) {
+    for (int u = b; u < e; ++u) {
+      const AttentionItem& it = items[static_cast<size_t>(u / heads)];
+      const int position = launch.positions[it.r0], head = u % heads;
+      const size_t p = part(it.r0, head, it.split - first_split(c, position));
+      kernels_.attention_split(qkv, xs, c.attn, kv, it.lane, position, head, it.r0, it.split, ml + 2 * p, o + p * dim,
+                               scratch_->worker[static_cast<size_t>(w)].attention.data());
+    }
+  });
+  for (int row = 0; row < launch.rows; ++row) {
+    const int position = launch.positions[row], splits = position / kSplitKeys - first_split(c, position) + 1;
+    for (int head = 0; head < heads; ++head) {
+      const size_t p = part(row, head, 0);
+      kernels_.attention_merge(c.attn, ml + 2 * p, o + p * dim, splits, head, out + static_cast<size_t>(row) * os);
+    }
+  }
+}
+
+}  // namespace calstack

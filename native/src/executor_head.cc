@@ -1,0 +1,94 @@
+// lm_head: only for rows that emit or whose logits were asked for, in chunks of kHeadRows.
+#include <time.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "calstack/executor.h"
+#include "executor_scratch.h"
+
+namespace calstack {
+namespace {
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+}
+
+bool has_nan(const float* x, int n) {
+  int bad = 0;
+  for (int i = 0; i < n; ++i) bad |= x[i] != x[i];
+  return bad != 0;
+}
+
+constexpr int kNoToken = -2;  // the sampler found no token for this lane
+
+}  // namespace
+
+void Executor::lm_head(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  Scratch& s = *scratch_;
+  const size_t width = static_cast<size_t>(c.x.width);
+  const float* x = at(calbin, c.x);
+  s.head.clear();
+  for (int i = 0; i < launch.lanes; ++i) {
+    Lane& lane = launch.lane[static_cast<size_t>(i)];
+    if (lane.cur == 0 || (!lane.emit && lane.logit_rows() == 0)) continue;
+    const int first = lane.all_logits ? 0 : lane.cur - 1;
+    for (int r = first; r < lane.cur; ++r) {
+      float* to = lane.logit_rows() > 0 ? lane.logits.get() + static_cast<size_t>(r - first) * static_cast<size_t>(calbin.vocab) : nullptr;
+      std::memcpy(s.head_x.as<float>() + s.head.size() * width, x + static_cast<size_t>(lane.first_row + r) * width, width * sizeof(float));
+      s.head.push_back({lane.first_row + r, i, to, lane.emit && r == lane.cur - 1});
+      if (s.head.size() == kHeadRows) head_chunk(calbin, c, launch, kHeadRows);
+    }
+  }
+  if (!s.head.empty()) head_chunk(calbin, c, launch, static_cast<int>(s.head.size()));
+}
+
+void Executor::head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count) {
+  const size_t vocab = static_cast<size_t>(calbin.vocab);
+  linear(c, scratch_->head_x.as<float>(), static_cast<size_t>(c.x.width), count, scratch_->logits.as<float>(), vocab);
+  const int64_t before = now_ns();
+  copy_logits(calbin.vocab, launch, count);
+  launch.d2h_ns += now_ns() - before;
+  sample(c, calbin.vocab, launch, count);
+  scratch_->head.clear();
+}
+
+void Executor::copy_logits(int vocab, LaunchData& launch, int count) {
+  const size_t bytes = static_cast<size_t>(vocab) * sizeof(float);
+  bool any = false;
+  for (const HeadRow& row : scratch_->head) any = any || row.logits != nullptr;
+  if (!any) return;
+  pool_.run(count, {1, 4}, [&](int b, int e, int) {
+    for (int i = b; i < e; ++i) {
+      float* to = scratch_->head[static_cast<size_t>(i)].logits;
+      if (to != nullptr) std::memcpy(to, scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab), bytes);
+    }
+  });
+  for (const HeadRow& row : scratch_->head) launch.d2h_bytes += row.logits != nullptr ? bytes : 0;
+}
+
+void Executor::sample(const Call& c, int vocab, LaunchData& launch, int count) {
+  if (launch.strict) {
+    for (int i = count - 1; i >= 0; --i) {
+      const float* row = scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab);
+      if (has_nan(row, vocab)) launch.nan_lane = scratch_->head[static_cast<size_t>(i)].lane;
+    }
+  }
+  pool_.run(count, {1, 1}, [&](int b, int e, int w) {
+    for (int i = b; i < e; ++i) {
+      const HeadRow& row = scratch_->head[static_cast<size_t>(i)];
+      if (!row.sample) continue;
+      Lane& lane = launch.lane[static_cast<size_t>(row.lane)];
+      SampleOut out{-1, 0.0f, lane.top_ids, lane.top_logprobs};
+      float* logits = scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab);
+      kernels_.sample(logits, vocab, c.softcap, lane.sampling, out, scratch_->worker[static_cast<size_t>(w)].sample.data());
+      lane.token = out.token < 0 || lane.failed ? kNoToken : out.token;
+      lane.logprob = out.logprob;
+      lane.n_top = lane.sampling.top_logprobs > 0 ? lane.sampling.top_logprobs : 0;
+    }
+  });
+}
+
+}  // namespace calstack

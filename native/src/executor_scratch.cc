@@ -1,0 +1,69 @@
+#include "executor_scratch.h"
+
+#include <algorithm>
+
+namespace calstack {
+namespace {
+
+constexpr size_t kSmallestGroup = 16;
+
+size_t align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+void grow(Region& region, size_t bytes) {
+  if (region.size() < bytes) region = Region(align64(bytes));
+}
+
+QuantRows advance(const QuantRows& q, int rows) {
+  const size_t r = static_cast<size_t>(rows), groups = static_cast<size_t>(q.k / q.group);
+  return {q.codes + r * static_cast<size_t>(q.k), q.scale + r * groups, q.asum + r * groups, q.isum + r * groups, q.k, q.group};
+}
+
+void Scratch::grow_quant(size_t elements) {
+  grow(codes_, elements);
+  const size_t groups = elements / kSmallestGroup + 1;
+  grow(scale_, groups * 4);
+  grow(asum_, groups * 4);
+  grow(isum_, groups * 4);
+}
+
+QuantRows Scratch::shared(int k, int group) const {
+  return {codes_.as<int8_t>(), scale_.as<float>(), asum_.as<float>(), isum_.as<int32_t>(), k, group};
+}
+
+void Scratch::grow_few(size_t elements) {
+  elements = align64(std::max<size_t>(elements, kFewElements));
+  const size_t groups = align64(4 * (elements / kSmallestGroup));
+  for (auto& w : worker) {
+    grow(w.few_memory, elements + 3 * groups);
+    uint8_t* p = w.few_memory.data();
+    w.few = {reinterpret_cast<int8_t*>(p), reinterpret_cast<float*>(p + elements), reinterpret_cast<float*>(p + elements + groups),
+             reinterpret_cast<int32_t*>(p + elements + 2 * groups), 0, 0};
+  }
+}
+
+void Scratch::grow_attention(const AttnShape& s, int lanes, int rows, int splits) {
+  for (auto& w : worker) grow(w.attention, attention_scratch_bytes(s));
+  items.reserve(std::max<size_t>(static_cast<size_t>(lanes * std::max(splits, 1) + rows + lanes), items.capacity()));
+  const size_t parts = static_cast<size_t>(lanes) * static_cast<size_t>(splits) * static_cast<size_t>(s.heads);
+  grow(partial_ml, parts * 2 * sizeof(float));
+  grow(partial_o, parts * static_cast<size_t>(s.head_dim) * sizeof(float));
+}
+
+void Scratch::grow_head(int hidden, int vocab, int lanes) {
+  (void)lanes;
+  head.reserve(kHeadRows);
+  grow(head_x, kHeadRows * static_cast<size_t>(hidden) * sizeof(float));
+  grow(logits, kHeadRows * static_cast<size_t>(vocab) * sizeof(float));
+  for (auto& w : worker) grow(w.sample, static_cast<size_t>(vocab) * 16 + 64);
+}
+
+size_t Scratch::bytes() const {
+  size_t sum = normed.size() + head_x.size() + logits.size() + partial_ml.size() + partial_o.size();
+  sum += codes_.size() + scale_.size() + asum_.size() + isum_.size();
+  for (const auto& w : worker) sum += w.few_memory.size() + w.attention.size() + w.sample.size();
+  return sum;
+}
+
+}  // namespace calstack

@@ -1,0 +1,53 @@
+// What a call must move and compute: the numbers a profile sets beside its times.
+#include <algorithm>
+
+#include "calstack/executor.h"
+
+namespace calstack {
+namespace {
+
+int64_t head_rows(const LaunchData& launch) {
+  int64_t rows = 0;
+  for (int i = 0; i < launch.lanes; ++i) {
+    const Lane& lane = launch.lane[static_cast<size_t>(i)];
+    rows += lane.all_logits ? lane.cur : (lane.emit || lane.last_logits) && lane.cur > 0 ? 1 : 0;
+  }
+  return rows;
+}
+
+CallWork linear_work(const Call& c, int64_t rows) {
+  if (rows == 0) return {};
+  const int64_t n = c.weight.n, k = c.weight.k;
+  return {static_cast<int64_t>(c.weight_bytes) + rows * 4 * (k + n), 2 * n * k * rows};
+}
+
+CallWork attention_work(const Call& c, const LaunchData& launch, const KVShape& kv) {
+  int64_t read = 0, pairs = 0;
+  for (int i = 0; i < launch.lanes; ++i) {
+    const Lane& lane = launch.lane[static_cast<size_t>(i)];
+    const int64_t end = lane.past + lane.cur, window = c.attn.window > 0 ? c.attn.window : end;
+    read += lane.cur > 0 ? std::min(end, window + lane.cur - 1) : 0;
+    for (int64_t p = lane.past; p < end; ++p) pairs += std::min(p + 1, window);
+  }
+  const int64_t element = kv.type == KVType::f32 ? 4 : 2;
+  const int64_t io = int64_t{launch.rows} * 8 * c.attn.heads * c.attn.head_dim;
+  return {read * 2 * c.attn.kv_heads * c.attn.head_dim * element + io, 4 * pairs * c.attn.heads * c.attn.head_dim};
+}
+
+}  // namespace
+
+CallWork call_work(const Call& c, const LaunchData& launch, const KVShape& kv) {
+  const int64_t rows = launch.rows;
+  switch (c.op) {
+    case Op::embed: return {rows * (static_cast<int64_t>(c.weight_bytes) / std::max(c.weight.n, 1) + 4 * c.out.width), rows * c.out.width};
+    case Op::rope_table: return {rows * 4 * c.out.width, rows * 20 * c.out.width};
+    case Op::qk_norm_rope_kv: return {rows * 8 * c.x.width, rows * 6 * c.x.width};
+    case Op::attention: return attention_work(c, launch, kv);
+    case Op::norm_linear:
+    case Op::linear: return linear_work(c, rows);
+    case Op::lm_head: return linear_work(c, head_rows(launch));
+  }
+  return {};
+}
+
+}  // namespace calstack
