@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from calstack.calbin.manifest import SourceFile
 from calstack.errors import SourceError
 
-__all__ = ["DAMAGED", "bad", "hash_file", "inside", "map_file", "read_json", "read_small"]
+__all__ = ["DAMAGED", "bad", "hash_file", "inside", "map_file", "parse_json", "read_json", "read_small"]
 
 DAMAGED = "the file is damaged or incomplete; fetch it again"
 _HASH_CHUNK = 1 << 22

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, npt.NDArray[Any]]
 
-__all__ = ["Oracle"]
+__all__ = ["Oracle", "Phase"]
+
+Phase = Literal["prefill", "decode"]
 
 
 @dataclasses.dataclass
@@ -40,18 +42,20 @@ def _third_of_memory() -> int:
 
 
 class Oracle:
-    """Teacher-forced logits of a bundle's prefill graph, by onnxruntime in f32.
+    """Teacher-forced logits of a bundle's graph, by onnxruntime in f32.
 
     Args:
         bundle: the model; its graph and float weights are what runs.
+        phase: which graph; the decode graph takes one token per call (`chunk=1`).
         threads: onnxruntime's threads.
         budget_bytes: most float weights held at once; 0 = a third of memory.
     """
 
-    def __init__(self, bundle: GraphBundle, *, threads: int = 2, budget_bytes: int = 0) -> None:
-        self._graph = bundle.prefill.graph
+    def __init__(self, bundle: GraphBundle, *, phase: Phase = "prefill", threads: int = 2, budget_bytes: int = 0) -> None:
+        model = bundle.prefill if phase == "prefill" else bundle.decode
+        self._graph = model.graph
         self._threads = threads
-        self._segments = split_graph(bundle.prefill, budget_bytes or _third_of_memory())
+        self._segments = split_graph(model, budget_bytes or _third_of_memory())
         self._kept: _Loaded | None = None  # the only segment of a model that fits
 
     def logits(self, ids: Sequence[int], *, chunk: int = 512) -> npt.NDArray[np.float32]:

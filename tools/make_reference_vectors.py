@@ -1,0 +1,193 @@
+"""Makes the tiny random models of tests/data and the logits of tests/golden/models, by transformers in f32.
+
+    python -m venv /tmp/reference && /tmp/reference/bin/pip install torch==2.13.0 transformers==5.24.0
+    /tmp/reference/bin/python tools/make_reference_vectors.py [--check]
+
+`--check` compares the committed vectors with fresh ones instead of writing. Weights are scaled so that the model is sensitive:
+the script fails unless removing rope, or attention, moves the logits by more than 10 % of the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA, GOLDEN = ROOT / "tests/data", ROOT / "tests/golden/models"
+VOCAB = 320
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+CHUNKS = (100, 28) + (1,) * 32  # prefill, prefill over a chunk border, then decode
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+    "dtype": "float32",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny-llama": {"model_type": "llama", "tie_word_embeddings": False, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    "tiny-qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+}
+STORED = {"tiny-llama": torch.bfloat16, "tiny-qwen3": torch.float32}
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+}
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TEXT = (
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it was the "
+    "epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of Darkness, it was the "
+    "spring of hope, it was the winter of despair, we had everything before us, we had nothing before us."
+)
+
+
+def make_model(name: str) -> Any:
+    """A seeded random model, sensitive to every part, with weights that its storage type holds exactly."""
+    config = AutoConfig.for_model(**(COMMON | MODELS[name]), attn_implementation="eager")
+    config.architectures = [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.model_type]]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(20240607)
+    for key, weight in model.named_parameters():
+        drawn = torch.randn(weight.shape, generator=generator)
+        scaled = 1.0 + 0.3 * drawn if weight.ndim == 1 else drawn * gain(key) * weight.shape[1] ** -0.5
+        weight.data.copy_(scaled.to(STORED[name]).float())
+    return model
+
+
+def gain(key: str) -> float:
+    """Sharp attention (large q and k) that matters (large o), so that no part can be dropped unnoticed."""
+    if key.endswith(("q_proj.weight", "k_proj.weight")):
+        return 1.5
+    return {"embed_tokens": 4.0, "o_proj": 1.5}.get(key.split(".")[-2], 1.0)
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
+    """Logits [n, vocab] by calls of the given sizes with a cache."""
+    cache, rows, start = None, [], 0
+    for size in chunks:
+        out = model(input_ids=torch.from_numpy(ids[None, start : start + size]), cache=cache, use_cache=True)
+        cache, start = out.cache, start + size
+        rows.append(out.logits[0].numpy())
+    return np.concatenate(rows)
+
+
+def check_sensitive(model: Any, ids: np.ndarray, expected: np.ndarray) -> None:
+    """Fail unless rope and attention each matter."""
+    rotary = model.model.rotary_emb
+    frequencies = rotary.inv_freq.clone()
+    rotary.inv_freq.zero_()
+    no_rope = logits_of(model, ids, CHUNKS)
+    rotary.inv_freq.copy_(frequencies)
+    outputs = [layer.self_attn.o_proj.weight for layer in model.model.layers]
+    kept = [weight.data.clone() for weight in outputs]
+    for weight in outputs:
+        weight.data.zero_()
+    no_attention = logits_of(model, ids, CHUNKS)
+    for weight, old in zip(outputs, kept, strict=True):
+        weight.data.copy_(old)
+    for what, changed in (("rope", no_rope), ("attention", no_attention)):
+        moved = float(np.abs(changed - expected).max() / np.abs(expected).max())
+        print(f"  removing {what} moves logits by {moved:.0%}")
+        if moved <= 0.10:
+            sys.exit(f"not sensitive to {what}")
+
+
+def make_tokenizer() -> Tokenizer:
+    """Byte-level BPE: four special tokens, 256 bytes, the rest merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, initial_alphabet=sorted(alphabet), special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL]
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    assert tokenizer.get_vocab_size() == VOCAB
+    return tokenizer
+
+
+def write_model(name: str, model: Any) -> None:
+    """The HF directory."""
+    directory = DATA / name
+    directory.mkdir(parents=True, exist_ok=True)
+    model.to(STORED[name]).save_pretrained(directory)
+    model.to(torch.float32)
+    make_tokenizer().save(str(directory / "tokenizer.json"))
+    settings = {"chat_template": TEMPLATE, "bos_token": SPECIAL[0], "eos_token": SPECIAL[2], "pad_token": SPECIAL[3]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def rope_vectors() -> dict[str, np.ndarray]:
+    """inv_freq and attention factor of each scaled rope, head size 64, theta 500,000."""
+    vectors = {}
+    for name, parameters in ROPES.items():
+        config = AutoConfig.for_model(
+            "llama", head_dim=64, max_position_embeddings=16384, rope_parameters={"rope_theta": 500000.0} | parameters
+        )
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[name](config, "cpu")
+        vectors[f"{name}.inv_freq"] = inv_freq.float().numpy()
+        vectors[f"{name}.attention_factor"] = np.array([factor], np.float32)
+    return vectors
+
+
+def keep(path: Path, arrays: dict[str, np.ndarray], *, check: bool) -> None:
+    """Write vectors, or compare them with the committed ones."""
+    if not check:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({key: np.ascontiguousarray(value) for key, value in arrays.items()}, path)
+        return
+    for key, old in load_file(path).items():
+        worst = float(np.abs(old - arrays[key]).max() / np.abs(old).max())
+        print(f"  {path.name} {key}: {worst:.1e} of the largest")
+        if worst > 1e-5:
+            sys.exit(f"{path}: {key} differs")
+
+
+def main() -> None:
+    """Make or check everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
+    check = parser.parse_args().check
+    torch.set_num_threads(2)
+    for name in MODELS:
+        print(name)
+        model = make_model(name)
+        ids = np.random.default_rng(7).integers(len(SPECIAL), VOCAB, sum(CHUNKS))
+        expected = logits_of(model, ids, CHUNKS)
+        check_sensitive(model, ids, expected)
+        keep(GOLDEN / f"{name}.safetensors", {"ids": ids, "logits": expected}, check=check)
+        if not check:
+            write_model(name, model)
+    keep(GOLDEN / "rope.safetensors", rope_vectors(), check=check)
+
+
+if __name__ == "__main__":
+    main()
