@@ -22,7 +22,7 @@ from calstack.errors import UsageError
 __all__ = ["bench"]
 
 
-class _Ints(click.ParamType):
+class _Ints(click.ParamType[tuple[int, ...]]):
     """Comma-separated positive integers."""
 
     name = "N,N,…"

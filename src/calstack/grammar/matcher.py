@@ -1,0 +1,95 @@
+"""Token masks from a grammar. A matcher follows one output; masks are int32 words, bit set = token allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import llguidance.numpy
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from calstack.errors import RequestError
+
+__all__ = ["Grammars", "Matcher"]
+
+Mask = npt.NDArray[np.int32]
+
+
+class Matcher:
+    """The state of a grammar after the tokens consumed so far."""
+
+    def __init__(self, inner: LLMatcher, words: int) -> None:
+        self._inner, self._words = inner, words
+
+    def mask(self) -> Mask:
+        """The tokens allowed next: a new array `[ceil(vocab / 32)]`; ends of sequence are allowed when the grammar may end here.
+
+        Raises:
+            RequestError: when the grammar became too costly to follow.
+        """
+        row = llguidance.numpy.allocate_token_bitmask(1, self._words * 32)
+        llguidance.numpy.fill_next_token_bitmask(self._inner, row, 0)
+        self._check()
+        return np.ascontiguousarray(row[0, : self._words])
+
+    def consume(self, token: int) -> bool:
+        """Step over a token; False when the grammar does not allow it (the state is unchanged)."""
+        if self._inner.validate_tokens([token]) != 1:
+            return False
+        self._inner.consume_token(token)
+        self._check()
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        """Take the last `tokens` consumed tokens back."""
+        self._inner.rollback(tokens)
+
+    @property
+    def accepting(self) -> bool:
+        """True when the output may end here."""
+        return bool(self._inner.is_accepting())
+
+    @property
+    def finished(self) -> bool:
+        """True when nothing but an end may follow."""
+        return bool(self._inner.is_stopped())
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next, possibly none."""
+        return list(self._inner.compute_ff_tokens())
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            raise RequestError(f"the grammar cannot be followed: {_first_line(self._inner.get_error())}", param="grammar")
+
+
+class Grammars:
+    """Builds matchers over one tokenizer. Building costs under a second, once per process.
+
+    Args:
+        tokenizer_json: the calbin's tokenizer.json.
+        vocab: rows of the logits, at least the tokenizer's size.
+        eos: ids that end an output.
+    """
+
+    def __init__(self, tokenizer_json: str, *, vocab: int, eos: Sequence[int]) -> None:
+        self._words = -(-vocab // 32)
+        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(eos))
+        # a grammar's own cost is bounded, so that one request cannot hold the others up
+        self._limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+    def matcher(self, source: str, *, param: str = "grammar") -> Matcher:
+        """A matcher at the start of `source` (see grammar_source).
+
+        Raises:
+            RequestError: the grammar is not supported or too large; names the keyword when there is one.
+        """
+        inner = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if inner.is_error():
+            raise RequestError(f"the grammar is refused: {_first_line(inner.get_error())}", where=f"$.{param}", param=param)
+        return Matcher(inner, self._words)
+
+
+def _first_line(message: str) -> str:
+    return message.strip().splitlines()[0][:300] if message.strip() else "unknown reason"
