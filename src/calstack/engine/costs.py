@@ -1,0 +1,78 @@
+"""What steps cost, measured while serving: for chunk sizes, Retry-After and the watchdog. Never for results."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+__all__ = ["StepCosts", "Work", "wait_estimate_s"]
+
+_KEEP = 0.8  # weight of the past in a moving average
+_FIRST_GUESS_NS = 20e6  # a decode step before any was measured
+_FIRST_ROW_NS = 0.5e6
+
+Work = tuple[int, int]  # (prompt tokens to compute, output tokens expected)
+
+
+class StepCosts:
+    """Moving averages of device time: per prefill row, per decode launch of each submodel, and of output lengths."""
+
+    def __init__(self) -> None:
+        self._row_ns: float | None = None
+        self._decode_ns: dict[str, float] = {}
+        self._last_decode = ""
+        self._share = 1.0  # output tokens made / output tokens allowed
+
+    def prefill(self, rows: int, ns: int) -> None:
+        """A prefill launch of `rows` rows took `ns`."""
+        if rows > 0:
+            self._row_ns = _blend(self._row_ns, ns / rows)
+
+    def decode(self, submodel: str, ns: int) -> None:
+        """A decode launch took `ns`."""
+        self._decode_ns[submodel] = _blend(self._decode_ns.get(submodel), ns)
+        self._last_decode = submodel
+
+    def ended(self, made: int, allowed: int) -> None:
+        """A request ended by itself with `made` of `allowed` output tokens."""
+        if allowed > 0:
+            self._share = _blend(self._share, min(made / allowed, 1.0))
+
+    @property
+    def row_ns(self) -> float:
+        """Prefill time per row."""
+        return self._row_ns if self._row_ns is not None else _FIRST_ROW_NS
+
+    @property
+    def decode_ns(self) -> float:
+        """Time of a decode launch like the last one."""
+        return self._decode_ns.get(self._last_decode, _FIRST_GUESS_NS)
+
+    @property
+    def output_share(self) -> float:
+        """Share of its allowed output that a request makes, on average."""
+        return self._share
+
+    def rows_within(self, target_ns: float, least: int) -> int:
+        """Prefill rows that fit beside one decode step in `target_ns`, at least `least`."""
+        if self._row_ns is None or not self._decode_ns:
+            return least if self._decode_ns else 1 << 30
+        return max(least, int((target_ns - self.decode_ns) / self._row_ns))
+
+
+def wait_estimate_s(costs: StepCosts, lanes: int, running: Iterable[Work], queued: Sequence[Work]) -> float:
+    """Seconds until a request that joins the queue's tail now would start: each lane works its list off, prefill slows all."""
+    step = costs.decode_ns
+    ends = [work[0] * costs.row_ns + work[1] * step for work in running]
+    ends = heapq.nsmallest(lanes, ends) + [0.0] * max(lanes - len(ends), 0)
+    heapq.heapify(ends)
+    prefill = 0.0
+    for rows, tokens in queued:
+        begin = heapq.heappop(ends)
+        prefill += rows * costs.row_ns
+        heapq.heappush(ends, begin + tokens * step)
+    return (ends[0] + prefill) / 1e9
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else _KEEP * old + (1 - _KEEP) * new

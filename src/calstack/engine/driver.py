@@ -1,0 +1,104 @@
+"""Couples the core to a runtime and a clock: one turn takes messages, steps the core, submits, and keeps the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from calstack.clock import Clock, MonotonicClock
+from calstack.devices.base import DeviceStatus
+from calstack.engine.core import Core, CoreEvent
+from calstack.engine.ledger import Ledger
+from calstack.engine.result import StepResult
+from calstack.errors import DeviceFatal
+from calstack.runtime.plan import LaunchDone, LaunchPlan
+from calstack.runtime.runtime import Runtime
+from calstack.wire import EngineStats
+
+__all__ = ["Driver"]
+
+
+class Driver:
+    """Neither blocks nor sleeps; `wait` is the only call that does. Raises DeviceFatal when the device is lost."""
+
+    def __init__(self, core: Core, runtime: Runtime, *, clock: Clock | None = None) -> None:
+        self.core, self.runtime = core, runtime
+        self.clock = clock or MonotonicClock()
+        self._read_ns = self.clock.now_ns()
+        self.ledger = Ledger(self._read_ns)
+        self._flying: dict[int, int] = {}  # plan id -> when it was handed over, oldest first
+        self._progress_ns = self._read_ns
+        self._work = False
+
+    def turn(self, messages: Sequence[CoreEvent] = ()) -> StepResult:
+        """One step of the core with everything that has happened."""
+        ends = self.runtime.collect()
+        self._watch(progress=bool(ends))
+        result = self.core.step(self.clock.now_ns(), [*messages, *ends])
+        self._work = self._work or result.work  # a request that came and went within the turn was work too
+        for completion, times in result.ended:
+            self.ledger.launch(completion, times.rows, times.useful_rows)
+        for end in ends:
+            if isinstance(end, LaunchDone):
+                self._flying.pop(end.id, None)
+            else:
+                self._flying.clear()
+        for plan in result.launches:
+            self._submit(plan)
+        self.runtime.clear_blocks(result.free_blocks)
+        self._settle()
+        self._work = result.work
+        return result
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a launch may have ended, at most `timeout_s`."""
+        self.runtime.wait(timeout_s)
+
+    def next_wake_ns(self, result: StepResult) -> int | None:
+        """When to turn again without an event: now if ends are at hand, else the earlier of the core's and the runtime's times."""
+        if self.runtime.has_events:
+            return self.clock.now_ns()
+        times = [t for t in (result.wake_ns, self.runtime.wake_ns, self._hang_ns()) if t is not None]
+        return min(times, default=None)
+
+    def stats(self) -> EngineStats:
+        """A snapshot for the API process."""
+        core, now = self.core, self.clock.now_ns()
+        counters = {**core.counters, "retries": self.runtime.retries, "padding_ns": self.ledger.padding_ns}
+        return EngineStats(
+            lanes_used=len(core.running),
+            queued_requests=len(core.queue),
+            queued_tokens=core.queue.tokens,
+            running=len(core.running),
+            kv_blocks_used=core.pool.held,
+            kv_blocks_total=core.pool.total,
+            kv_wait_ms=core.kv_wait_ns(now) / 1e6,
+            dram_used_bytes=tuple(chip.used_bytes for chip in self.runtime.memory()),
+            device_status=list(DeviceStatus).index(self.runtime.device.status()),
+            times_s=self.ledger.seconds(),
+            counters={name: int(value) for name, value in counters.items()},
+        )
+
+    def _submit(self, plan: LaunchPlan) -> None:
+        self._flying[plan.id] = self.clock.now_ns()
+        self.runtime.submit(plan)
+
+    def _settle(self) -> None:
+        now = self.clock.now_ns()
+        self.ledger.host(self._read_ns, now, work=self._work)
+        self._read_ns = now
+        self.ledger.settle(min(self._flying.values(), default=now))
+
+    def _hang_ns(self) -> int | None:
+        oldest = next(iter(self._flying.values()), None)
+        if oldest is None:
+            return None
+        return max(oldest, self._progress_ns) + int(self.core.options.launch_timeout_s * 1e9) + 1
+
+    def _watch(self, *, progress: bool) -> None:
+        """A launch that does not end means the device hangs; only a new process helps."""
+        now, hang = self.clock.now_ns(), self._hang_ns()
+        if progress:
+            self._progress_ns = now
+        elif hang is not None and now >= hang:
+            limit = self.core.options.launch_timeout_s
+            raise DeviceFatal(f"no launch ended for {limit:.0f} s", where=self.runtime.device.info().name, remedy="restart the engine")

@@ -1,0 +1,26 @@
+"""The engine's options: one frozen value, set at start."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["EngineOptions"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Bounds and targets of the engine core."""
+
+    max_lanes: int = 0  # requests that run at once; 0 = the largest decode batch
+    depth: int = 2  # launches in flight
+    prefill_chunk: int = 512  # most prompt tokens of one request in a launch
+    min_chunk: int = 16  # the inter-token target never cuts a launch's prompt tokens below this
+    itl_target_ms: float = 50.0  # time between tokens that prefill leaves to running streams; 0 = no target
+    max_queued_requests: int = 256
+    max_queued_tokens: int = 1 << 20  # prompt tokens of queued requests
+    kv_wait_timeout_s: float = 120.0  # the head of the queue waits this long for blocks, then ends with an error; 0 = for ever
+    prefix_cache: bool = True
+    prefix_cache_bytes: int = 256 << 20  # blocks that only the cache holds
+    max_restarts: int = 3  # of one request by device resets
+    max_top_logprobs: int = 20
+    launch_timeout_s: float = 60.0  # a launch in flight longer than this means the device hangs

@@ -1,0 +1,60 @@
+"""What one step of the core gives back, and how its parts are gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from calstack.devices.base import Completion
+from calstack.errors import CalstackError, OverloadedError, RequestError, UnavailableError
+from calstack.runtime.plan import LaunchPlan
+from calstack.wire import ErrorValue, Finish, LaunchTimes, TokenLogprob, TokenOut
+
+__all__ = ["Outbox", "StepResult", "error_value"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """Everything a step wants done."""
+
+    launches: tuple[LaunchPlan, ...]  # to submit, in order
+    tokens: tuple[TokenOut, ...]  # to deliver
+    ended: tuple[tuple[Completion, LaunchTimes], ...]  # launches that ended well in this step
+    free_blocks: tuple[int, ...]  # free KV blocks whose memory may be given back; only when the engine is idle
+    wake_ns: int | None  # step again by then even without an event
+    work: bool  # requests are waiting or running
+
+
+class Outbox:
+    """Gathers the tokens of a step by request, in order of first appearance."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, list[int]] = {}
+        self._logprobs: dict[str, list[TokenLogprob]] = {}
+        self._ends: dict[str, Finish] = {}
+
+    def token(self, request: str, token: int, logprob: TokenLogprob | None) -> None:
+        """One more id."""
+        self._ids.setdefault(request, []).append(token)
+        if logprob is not None:
+            self._logprobs.setdefault(request, []).append(logprob)
+
+    def finish(self, request: str, finish: Finish) -> None:
+        """The request's one end."""
+        self._ids.setdefault(request, [])
+        self._ends[request] = finish
+
+    def take(self) -> tuple[TokenOut, ...]:
+        """Everything gathered, and start anew."""
+        out = tuple(
+            TokenOut(request=r, ids=tuple(ids), logprobs=tuple(self._logprobs.get(r, ())), finish=self._ends.get(r))
+            for r, ids in self._ids.items()
+        )
+        self.__init__()  # type: ignore[misc]
+        return out
+
+
+def error_value(error: CalstackError) -> ErrorValue:
+    """An error as it crosses the wire."""
+    retry = error.retry_after if isinstance(error, OverloadedError | UnavailableError) else 0.0
+    param = error.param if isinstance(error, RequestError) else None
+    return ErrorValue(kind=type(error).__name__, message=error.line(), param=param, retry_after=retry)

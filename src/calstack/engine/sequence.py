@@ -1,0 +1,148 @@
+"""The state of one accepted request (one choice) inside the engine."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence as Ids
+
+from calstack.devices.base import LaneInput, TokenFrom
+from calstack.engine.prefix import root_key
+from calstack.specs import DrawKey
+from calstack.wire import Submit, Usage
+
+__all__ = ["Phase", "Sequence"]
+
+
+class Phase(enum.Enum):
+    """Where a request is. A preempted request is WAITING again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"  # holds a lane and blocks
+    ENDED = "ended"
+
+
+class Sequence:
+    """One request. `planned` and `done` count KV positions; every position below `planned` is in some submitted launch."""
+
+    __slots__ = (
+        "arrival_ns", "blocks", "cached", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key", "last_plan", "limit", "order",
+        "output", "pending", "phase", "planned", "request", "restarts", "slot", "started_ns", "stops", "submit", "target",
+    )  # fmt: skip
+
+    def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int]) -> None:
+        self.submit, self.request, self.order, self.arrival_ns = submit, submit.request, order, now_ns
+        self.deadline_ns = now_ns + submit.deadline_ms * 1_000_000 if submit.deadline_ms else 0
+        self.limit = limit  # most output ids
+        self.stops = stops
+        self.output: list[int] = list(submit.output)  # known ids
+        self.phase = Phase.WAITING
+        self.epoch = 0  # raised when blocks are lost: ends of launches of an older epoch are discarded
+        self.restarts = 0
+        self.cached = 0  # prompt positions taken from the prefix cache at the first start
+        self.started_ns = self.first_token_ns = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.planned = self.done = self.target = 0
+        self.pending: deque[tuple[int, int]] = deque()  # (plan id, lane) of tokens in flight, oldest first
+        self.key = root_key(self.submit.adapter, self.submit.cache_salt)  # chain key of the blocks named so far
+        self.hashed = 0  # blocks named so far
+        self.last_plan = -1
+
+    # --- where it stands -------------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of service: lower first."""
+        return (self.submit.priority, self.order)
+
+    @property
+    def length(self) -> int:
+        """Known ids, prompt and output."""
+        return len(self.submit.prompt) + len(self.output)
+
+    @property
+    def prefilling(self) -> bool:
+        """True while known ids are not all planned."""
+        return self.planned < self.target
+
+    @property
+    def to_come(self) -> int:
+        """Output ids that are neither known nor in flight."""
+        return self.limit - len(self.output) - len(self.pending)
+
+    def ids(self, start: int, end: int) -> Ids[int]:
+        """Known ids at positions [start, end)."""
+        prompt = self.submit.prompt
+        split = len(prompt)
+        if end <= split:
+            return prompt[start:end]
+        tail = self.output[max(start - split, 0) : end - split]
+        return [*prompt[start:split], *tail] if start < split else tail
+
+    # --- changes ---------------------------------------------------------------------------------------------------------------
+
+    def start(self, slot: int, blocks: list[int], shared: int, key: bytes, cached: int, now_ns: int) -> None:
+        """Take a lane and the blocks of all known ids; the first `shared` blocks (last one named `key`) hold `cached` positions."""
+        self.hashed, self.key = shared, key
+        self.phase, self.slot, self.blocks = Phase.RUNNING, slot, blocks
+        self.target = self.length
+        self.planned = self.done = cached
+        if not self.started_ns:
+            self.started_ns, self.cached = now_ns, min(cached, len(self.submit.prompt))
+
+    def stop(self, phase: Phase) -> list[int]:
+        """Give lane and blocks up (returned for release) and become `phase`; launches in flight become stale."""
+        blocks = self.blocks
+        self._clear()
+        self.epoch += 1
+        self.phase = phase
+        return blocks
+
+    def take(self, plan: int, lane: int, count: int) -> LaneInput:
+        """The lane input that plans the next `count` positions, and the change that goes with it."""
+        known = self.planned < self.length
+        emit = self.planned + count >= self.length
+        tokens: Ids[int] | TokenFrom = self.ids(self.planned, self.planned + count) if known else TokenFrom(*self.pending[-1])
+        lane_input = self._lane(tokens, count, emit)
+        self.planned += count
+        self.last_plan = plan
+        if emit:
+            self.pending.append((plan, lane))
+        return lane_input
+
+    def _lane(self, tokens: Ids[int] | TokenFrom, count: int, emit: bool) -> LaneInput:
+        blocks = tuple(self.blocks)
+        if not emit:
+            return LaneInput(past_len=self.planned, cur_len=count, blocks=blocks, tokens=tokens, adapter=self.submit.adapter)
+        s = self.submit
+        history = s.sampling.needs_history
+        return LaneInput(
+            past_len=self.planned,
+            cur_len=count,
+            blocks=blocks,
+            tokens=tokens,
+            emit=True,
+            sampling=s.sampling,
+            draw=DrawKey(seed=s.seed, choice=s.choice, index=len(self.output) + len(self.pending)),
+            prompt_history=s.prompt if history else (),
+            output_history=tuple(self.output) if history else (),
+            top_logprobs=s.top_logprobs,
+            adapter=s.adapter,
+        )
+
+    def usage(self, now_ns: int, extra: int = 0) -> Usage:
+        """Counts and times up to now; `extra` counts a stop id, which is sampled but not delivered."""
+        started = self.started_ns or now_ns
+        first = self.first_token_ns or now_ns
+        return Usage(
+            prompt_tokens=len(self.submit.prompt),
+            output_tokens=len(self.output) + extra,
+            cached_tokens=self.cached,
+            queue_ms=(started - self.arrival_ns) / 1e6,
+            prefill_ms=(first - started) / 1e6,
+            decode_ms=(now_ns - first) / 1e6,
+        )

@@ -1,0 +1,38 @@
+"""What crosses between the engine core and the runtime: planned launches one way, their ends the other way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from calstack.devices.base import Completion, LaneInput
+from calstack.errors import DeviceError
+
+__all__ = ["DeviceWasReset", "LaunchDone", "LaunchPlan", "RuntimeEvent"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """A launch the engine wants. `id` counts up; a TokenFrom inside `lanes` holds the id of an earlier plan as its ticket."""
+
+    id: int
+    submodel: str
+    lanes: tuple[LaneInput, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchDone:
+    """The end of a planned launch, in plan order: `error` is set instead of `completion` once retries are used up."""
+
+    id: int
+    completion: Completion | None
+    error: DeviceError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceWasReset:
+    """The device was reset: KV contents are gone and no launch planned before will end."""
+
+    cause: DeviceError
+
+
+RuntimeEvent = LaunchDone | DeviceWasReset
