@@ -1,0 +1,128 @@
+"""The whole compilation in order. `FUSION` is the one list of graph passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from calstack.calbin.manifest import KVSpec
+from calstack.compiler.emit import Emission, emit
+from calstack.compiler.fuse.attention import ATTENTION
+from calstack.compiler.fuse.embed import EMBED, EMBED_SCALE
+from calstack.compiler.fuse.linear import BIAS, LINEAR, RESIDUAL
+from calstack.compiler.fuse.mlp import GATED
+from calstack.compiler.fuse.norm import LM_HEAD, NORM_STACK
+from calstack.compiler.fuse.rope import ROPE_TABLE
+from calstack.compiler.fuse.rule import Fuse, Miss, RemoveDead
+from calstack.compiler.inventory import Row, check_fused, take_inventory
+from calstack.compiler.lower import Lowered, lower
+from calstack.compiler.options import CompileOptions
+from calstack.compiler.passes import GraphPass, run_passes
+from calstack.compiler.quantize.table import ParameterTable
+from calstack.compiler.submodels import Draft, draft_submodels
+from calstack.errors import UnsupportedError
+from calstack.progress import Progress, Silent
+from calstack.specs import KVDType
+from calstack.targets.spec import TargetSpec, load_target
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from calstack.calbin.manifest import Manifest
+    from calstack.calbin.writer import CalbinWriter
+    from calstack.graph.model import GraphBundle
+
+__all__ = ["FUSION", "Plan", "compile_into", "fuse_graph", "plan_bundle"]
+
+BLOCK_POSITIONS = 64  # of kv64.v1
+
+FUSION = (
+    EMBED,
+    EMBED_SCALE,
+    ROPE_TABLE,
+    LINEAR,
+    BIAS,
+    ATTENTION,
+    GATED,
+    NORM_STACK,
+    LM_HEAD,
+    RESIDUAL,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything decided before weights are read: cheap to make, and where an unsupported model ends."""
+
+    inventory: tuple[Row, ...]
+    drafts: tuple[Draft, ...]
+    table: ParameterTable
+    kv: KVSpec
+    target: TargetSpec
+
+
+def fuse_graph(model: ir.Model) -> ir.Graph:
+    """A fused copy of a canonical graph.
+
+    Raises:
+        UnsupportedError: naming operators that fit no call, with the reasons.
+    """
+    graph = model.clone().graph
+    fusions = [Fuse(rule) for rule in FUSION]
+    passes: list[GraphPass] = [step for fusion in fusions for step in (fusion, RemoveDead())]
+    run_passes(graph, passes)
+    misses: list[Miss] = [miss for fusion in fusions for miss in fusion.misses]
+    check_fused(graph, misses)
+    return graph
+
+
+def plan_bundle(bundle: GraphBundle, options: CompileOptions) -> Plan:
+    """Inventory, fusion, lowering, formats and memory of every submodel; reads no weight.
+
+    Raises:
+        UnsupportedError, UsageError.
+    """
+    context = options.check(bundle.spec)
+    target = load_target(options.target)
+    inventory = take_inventory([bundle.prefill, bundle.decode])
+    table = ParameterTable(bundle.tensors, options.quant, keep=bundle.source.kind != "hf")
+    prefill, decode = lower(fuse_graph(bundle.prefill), table), lower(fuse_graph(bundle.decode), table)
+    kv = _kv_spec([prefill, decode], options.kv_dtype)
+    return Plan(inventory, draft_submodels(prefill, decode, kv, options, context), table, kv, target)
+
+
+def compile_into(bundle: GraphBundle, writer: CalbinWriter, options: CompileOptions, progress: Progress | None = None) -> Manifest:
+    """Compile a bundle into a staging directory; the manifest still lacks goldens and is not written.
+
+    Raises:
+        UnsupportedError, UsageError, SourceError.
+    """
+    progress = progress or Silent()
+    progress.stage("plan")
+    plan = plan_bundle(bundle, options)
+    spec = msgspec.structs.replace(bundle.spec, layers=plan.kv.layers)
+    return emit(Emission(bundle, spec, plan.target, plan.kv, plan.drafts, plan.table), writer, progress)
+
+
+def _kv_spec(lowered: Sequence[Lowered], dtype: KVDType) -> KVSpec:
+    first = lowered[0]
+    for other in lowered[1:]:
+        if (other.kv_inputs, other.kv) != (first.kv_inputs, first.kv):
+            raise UnsupportedError(
+                f"prefill has {len(first.kv_inputs)} KV layers, decode {len(other.kv_inputs)}, or in another order",
+                where="graphs",
+                remedy="change both graphs alike",
+            )
+    layers, element = len(first.kv_inputs), 2 if dtype is KVDType.BF16 else 4
+    return KVSpec(
+        kind="paged",
+        dtype=dtype,
+        layers=layers,
+        heads=first.kv.heads,
+        head_dim=first.kv.head_dim,
+        block_positions=BLOCK_POSITIONS,
+        bytes_per_block=layers * 2 * first.kv.heads * BLOCK_POSITIONS * first.kv.head_dim * element,
+    )

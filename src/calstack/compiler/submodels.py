@@ -1,0 +1,97 @@
+"""Which submodels a calbin gets, and each one's program."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from calstack.calbin.manifest import IOTensor, KVSpec, Submodel
+from calstack.calbin.program import LmHead, Program
+from calstack.compiler.lower import Lowered
+from calstack.compiler.memory_plan import plan_buffers
+from calstack.compiler.options import CompileOptions
+from calstack.compiler.partition import partition
+from calstack.compiler.workload import workloads
+from calstack.specs import DType, Role
+
+__all__ = ["Draft", "draft_submodels"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draft:
+    """A submodel and its program, ready to be written."""
+
+    submodel: Submodel
+    program: Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Size:
+    role: Role
+    batch: int
+    q_len: int
+    rows: int
+    context: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.role}.b{self.batch}.q{self.q_len}.c{self.context}.paged"
+
+
+def draft_submodels(prefill: Lowered, decode: Lowered, kv: KVSpec, options: CompileOptions, context: int) -> tuple[Draft, ...]:
+    """One prefill that takes chunks of as many lanes as the largest batch, and a decode per batch."""
+    rows = min(options.prefill_rows, context)
+    sizes = [_Size(Role.PREFILL, max(options.batches), rows, rows, context)]
+    sizes += [_Size(Role.DECODE, batch, 1, batch, context) for batch in sorted(options.batches)]
+    return tuple(_draft(size, prefill if size.role is Role.PREFILL else decode, kv) for size in sizes)
+
+
+def _draft(size: _Size, lowered: Lowered, kv: KVSpec) -> Draft:
+    streams = partition(lowered.calls, chips=1)
+    planned = [plan_buffers(stream, lowered.widths, size.rows, chip=chip) for chip, stream in enumerate(streams)]
+    program = Program(
+        submodel=size.key,
+        rows=size.rows,
+        lanes=size.batch,
+        context=size.context,
+        buffers=tuple(buffer for buffers, _ in planned for buffer in buffers),
+        arena_bytes=tuple(arena for _, arena in planned),
+        streams=streams,
+    )
+    submodel = Submodel(
+        key=size.key,
+        role=size.role,
+        batch=size.batch,
+        q_len=size.q_len,
+        context=size.context,
+        kv="paged",
+        program=f"programs/{size.key}.json",
+        rows=size.rows,
+        inputs=_inputs(size, lowered, kv),
+        outputs=_outputs(size, lowered),
+        workload=workloads(lowered.calls, kv, head_rows=1 if size.role is Role.PREFILL else None),
+    )
+    return Draft(submodel, program)
+
+
+def _vocab(lowered: Lowered) -> int:
+    return next(call.weight.n for call in lowered.calls if isinstance(call, LmHead))
+
+
+def _inputs(size: _Size, lowered: Lowered, kv: KVSpec) -> tuple[IOTensor, ...]:
+    blocks = -(-size.context // kv.block_positions)
+    last = size.context - 1
+    return (
+        IOTensor(name="input_ids", dtype=DType.I32, shape=("rows",), valid=(0, _vocab(lowered) - 1)),
+        IOTensor(name="positions", dtype=DType.I32, shape=("rows",), valid=(0, last)),
+        IOTensor(name="block_tables", dtype=DType.I32, shape=(size.batch, blocks)),
+        IOTensor(name="past_kv_cur_seq_len", dtype=DType.I32, shape=(size.batch,), valid=(0, last)),
+        IOTensor(name="cur_seq_len", dtype=DType.I32, shape=(size.batch,), valid=(0, size.q_len)),
+    )
+
+
+def _outputs(size: _Size, lowered: Lowered) -> tuple[IOTensor, ...]:
+    vocab = _vocab(lowered)
+    return (
+        IOTensor(name="token", dtype=DType.I32, shape=(size.batch,), valid=(0, vocab - 1)),
+        IOTensor(name="logits", dtype=DType.F32, shape=("logit_rows", vocab)),
+    )

@@ -1,0 +1,43 @@
+"""Work of a launch as coefficients, counted from the program's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from calstack.calbin.manifest import KVSpec, Workload
+from calstack.calbin.packing import weight_bytes
+from calstack.calbin.program import Attention, Call, Embed, Linear, LmHead, NormLinear, Weight
+
+__all__ = ["workloads"]
+
+
+def workloads(calls: Sequence[Call], kv: KVSpec, *, head_rows: int | None) -> tuple[Workload, Workload]:
+    """MACs and bytes of a launch.
+
+    Every token passes every product; the head counts `head_rows` rows per launch, or one per token where that is None.
+    Bytes: packed weights are read once per launch; a token writes its K and V and reads one embedding row; a past token is read once.
+    """
+    linears = [call.weight for call in calls if isinstance(call, NormLinear | Linear)]
+    heads = [call.weight for call in calls if isinstance(call, LmHead)]
+    body, head = sum(map(_macs, linears)), sum(map(_macs, heads))
+    attention = sum(2 * call.heads * call.head_dim for call in calls if isinstance(call, Attention))
+    token_kv = kv.bytes_per_block // kv.block_positions
+    rows = sum(weight_bytes(call.weight) // max(call.weight.n, 1) for call in calls if isinstance(call, Embed))
+    return (
+        Workload(
+            unit="macs",
+            constant=float(head * (head_rows or 0)),
+            per_token=float(body + (head if head_rows is None else 0)),
+            per_past_token=float(attention),
+        ),
+        Workload(
+            unit="bytes",
+            constant=float(sum(map(weight_bytes, linears)) + sum(map(weight_bytes, heads))),
+            per_token=float(token_kv + rows),
+            per_past_token=float(token_kv),
+        ),
+    )
+
+
+def _macs(weight: Weight) -> int:
+    return weight.n * weight.k
