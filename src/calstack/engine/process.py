@@ -1,0 +1,119 @@
+"""The engine process: the shell around the core. It sleeps on the socket, the device's event and signals, and nothing else.
+
+A device without an event descriptor is waited for in short sleeps inside the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Sequence
+from types import FrameType
+
+from calstack.engine.assemble import calbin_info
+from calstack.engine.core import CoreEvent
+from calstack.engine.driver import Driver
+from calstack.engine.link import ServerLink
+from calstack.engine.result import StepResult, error_value
+from calstack.errors import CalstackError
+from calstack.wire import Drain, EngineFailed, Ready, ServerMessage, StatsRequest, StepOutput, Stop
+
+__all__ = ["EngineProcess"]
+
+_LONGEST_SLEEP_S = 1.0
+_POLL_S = 0.002  # longest wait inside a device that has no event descriptor
+
+
+class EngineProcess:
+    """Serves one connection until it is told to stop, has drained, or the server is gone."""
+
+    def __init__(self, driver: Driver, link: ServerLink) -> None:
+        self._driver, self._link = driver, link
+        self._selector = selectors.DefaultSelector()
+        self._event_fd = driver.runtime.device.event_fd()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._stopping = False
+        self._terms = 0
+        for sock in (self._wake_read, self._wake_write):
+            sock.setblocking(False)
+        self._selector.register(link.sock, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        if self._event_fd >= 0:
+            self._selector.register(self._event_fd, selectors.EVENT_READ)
+
+    def run(self) -> int:
+        """The exit code: 0 after a stop, a drain or the server's end; a device's error code when it is lost."""
+        try:
+            self._link.send(Ready(info=calbin_info(self._driver)))
+            gc.collect()
+            gc.freeze()  # what is loaded stays: collections on the step path need not look at it
+            self._loop()
+        except CalstackError as error:
+            self._link.send(EngineFailed(error=error_value(error)))
+            return error.exit_code
+        finally:
+            self._link.finish()
+            self._selector.close()
+        return 0
+
+    def install_signals(self) -> None:
+        """SIGTERM drains, a second one stops; SIGINT is left to the server. Only the main thread may call this."""
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        self._terms += 1
+
+    def _loop(self) -> None:
+        messages: Sequence[ServerMessage] = ()
+        while True:
+            result = self._driver.turn(self._events(messages))
+            if result.tokens or result.ended:
+                self._link.send(StepOutput(tokens=result.tokens, launches=tuple(times for _, times in result.ended)))
+            if any(isinstance(message, StatsRequest) for message in messages):
+                self._link.send(self._driver.stats())
+            if self._over():
+                return
+            self._sleep(result)
+            messages = self._link.receive()
+
+    def _events(self, messages: Sequence[ServerMessage]) -> list[CoreEvent]:
+        events: list[CoreEvent] = []
+        for message in messages:
+            if isinstance(message, Stop):
+                self._stopping = True
+            elif not isinstance(message, StatsRequest):
+                events.append(message)
+        if self._terms and not self._driver.core.draining:
+            events.append(Drain())
+        return events
+
+    def _over(self) -> bool:
+        drained = self._driver.core.draining and self._driver.core.idle
+        return self._link.lost or self._stopping or self._terms > 1 or drained
+
+    def _sleep(self, result: StepResult) -> None:
+        """Until a message, a completion, a signal, or the time that the core or runtime asked for."""
+        wake = self._driver.next_wake_ns(result)
+        now = self._driver.clock.now_ns()
+        timeout = _LONGEST_SLEEP_S if wake is None else min(max((wake - now) / 1e9, 0.0), _LONGEST_SLEEP_S)
+        if self._event_fd < 0 and self._driver.runtime.in_flight:
+            self._driver.wait(min(timeout, _POLL_S))
+            timeout = 0.0
+        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.pending else 0)
+        self._selector.modify(self._link.sock, interest)
+        for key, mask in self._selector.select(timeout):
+            self._ready(key, mask)
+
+    def _ready(self, key: selectors.SelectorKey, mask: int) -> None:
+        if key.fileobj is self._link.sock:
+            if mask & selectors.EVENT_WRITE:
+                self._link.flush()
+        elif key.fileobj is self._wake_read:
+            self._wake_read.recv(64)
+        else:
+            os.read(key.fd, 8)  # resets the event; the completions themselves are collected in the next turn

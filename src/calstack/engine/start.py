@@ -1,0 +1,41 @@
+"""Starts the engine process: connects first, so that whatever goes wrong afterwards reaches the server as one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from calstack.devices.base import OpenOptions
+from calstack.devices.registry import open_device
+from calstack.engine.assemble import assemble
+from calstack.engine.link import ServerLink
+from calstack.engine.options import EngineOptions
+from calstack.engine.process import EngineProcess
+from calstack.engine.result import error_value
+from calstack.errors import CalstackError
+from calstack.wire import EngineFailed
+
+__all__ = ["run_engine"]
+
+
+def run_engine(calbin: Path, socket: Path, *, device: str, open_options: OpenOptions, options: EngineOptions, kv_memory: int = 0) -> int:
+    """Serve until told to stop; returns the exit code. Raises UnavailableError when nobody listens on `socket`."""
+    link = ServerLink.connect(socket)
+    try:
+        opened = open_device(device, open_options)
+    except CalstackError as error:
+        return _failed(link, error)
+    try:
+        driver = assemble(opened, calbin, options=options, kv_memory=kv_memory)
+        process = EngineProcess(driver, link)
+        process.install_signals()
+        return process.run()
+    except CalstackError as error:
+        return _failed(link, error)
+    finally:
+        opened.close()
+
+
+def _failed(link: ServerLink, error: CalstackError) -> int:
+    link.send(EngineFailed(error=error_value(error)))
+    link.finish()
+    return error.exit_code
