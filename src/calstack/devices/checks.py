@@ -1,0 +1,162 @@
+"""The bounds every device keeps: a launch that breaks one is refused at `submit`, and nothing was queued."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from calstack.calbin.manifest import Manifest, Submodel
+from calstack.devices.base import LaneInput, Launch, LogitRows, TokenFrom
+from calstack.errors import DeviceError, RequestError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+__all__ = ["MOST_TOP_LOGPROBS", "Bounds", "check_launch", "mask_words"]
+
+MOST_TOP_LOGPROBS = 64
+
+
+def mask_words(vocab: int) -> int:
+    """32-bit words of a token mask."""
+    return -(-vocab // 32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bounds:
+    """What launches of one loaded calbin may ask for."""
+
+    submodels: Mapping[str, Submodel]
+    vocab: int
+    kv_blocks: int
+    block_positions: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, kv_blocks: int) -> Bounds:
+        """Bounds of a calbin loaded with `kv_blocks` KV blocks."""
+        submodels = {s.key: s for s in manifest.submodels}
+        return cls(submodels, manifest.model.vocab, kv_blocks, manifest.kv.block_positions)
+
+
+def check_launch(launch: Launch, bounds: Bounds, *, strict: bool = False) -> Submodel:
+    """The submodel of a launch that keeps every bound.
+
+    Args:
+        launch: to be checked; its token sources are the device's to check.
+        bounds: of the launch's calbin.
+        strict: also check sampling values, and that no two lanes write one block.
+
+    Raises:
+        DeviceError: naming the lane and the field.
+    """
+    submodel = bounds.submodels.get(launch.submodel)
+    if submodel is None:
+        raise DeviceError(f"has no submodel {launch.submodel!r}", where="launch", remedy=f"it has {', '.join(bounds.submodels)}")
+    if len(launch.lanes) > submodel.batch:
+        raise DeviceError(f"{len(launch.lanes)} lanes, {submodel.key} has {submodel.batch}", where="launch", remedy="use a larger batch")
+    rows = 0
+    for index, lane in enumerate(launch.lanes):
+        if lane.cur_len != 0:
+            rows += _check_lane(index, lane, submodel, bounds)
+            if strict:
+                _check_sampling(index, lane, bounds.vocab)
+    if not 0 < rows <= submodel.rows:
+        raise DeviceError(f"{rows} rows, {submodel.key} takes 1 to {submodel.rows}", where="launch", remedy="split or fill the launch")
+    if strict:
+        _check_writers(launch.lanes, bounds.block_positions)
+    return submodel
+
+
+def _refuse(index: int, what: str) -> NoReturn:
+    raise DeviceError(what, where=f"lane {index}", remedy="see devices/base.py: LaneInput")
+
+
+def _check_lane(index: int, lane: LaneInput, submodel: Submodel, bounds: Bounds) -> int:
+    if lane.past_len < 0 or not 0 < lane.cur_len <= submodel.q_len:
+        _refuse(index, f"past_len {lane.past_len} and cur_len {lane.cur_len}: at most {submodel.q_len} positions are added")
+    end = lane.past_len + lane.cur_len
+    if end > submodel.context:
+        _refuse(index, f"{end} positions, {submodel.key} holds {submodel.context}")
+    if lane.adapter != 0:
+        _refuse(index, f"adapter {lane.adapter}: the calbin has no adapter slots")
+    _check_blocks(index, lane.blocks, -(-end // bounds.block_positions), bounds.kv_blocks)
+    _check_tokens(index, lane, bounds.vocab)
+    if lane.emit:
+        _check_emit(index, lane, submodel, bounds.vocab)
+    return lane.cur_len
+
+
+def _check_blocks(index: int, blocks: Sequence[int], needed: int, kv_blocks: int) -> None:
+    if len(blocks) < needed:
+        _refuse(index, f"{len(blocks)} blocks, its positions need {needed}")
+    low, high = _extremes(blocks)
+    if low < 0 or high >= kv_blocks:
+        _refuse(index, f"block {low if low < 0 else high} does not exist, there are {kv_blocks}")
+
+
+def _check_tokens(index: int, lane: LaneInput, vocab: int) -> None:
+    if isinstance(lane.tokens, TokenFrom):
+        if lane.cur_len != 1:
+            _refuse(index, f"the token of an earlier launch is one row, cur_len is {lane.cur_len}")
+        return
+    if len(lane.tokens) != lane.cur_len:
+        _refuse(index, f"{len(lane.tokens)} tokens, cur_len is {lane.cur_len}")
+    _check_ids(index, "token", lane.tokens, vocab)
+
+
+def _check_ids(index: int, what: str, ids: Sequence[int], vocab: int) -> None:
+    if not len(ids):
+        return
+    low, high = _extremes(ids)
+    if low < 0 or high >= vocab:
+        _refuse(index, f"{what} {low if low < 0 else high} lies outside the vocabulary of {vocab}")
+
+
+def _extremes(values: Sequence[int] | npt.NDArray[np.int32]) -> tuple[int, int]:
+    if isinstance(values, np.ndarray):  # callers pass arrays where a sequence is asked for: ten times faster
+        return int(values.min()), int(values.max())
+    return min(values), max(values)
+
+
+def _check_emit(index: int, lane: LaneInput, submodel: Submodel, vocab: int) -> None:
+    if lane.sampling is None:
+        _refuse(index, "emit needs sampling")
+    if lane.draw is None and not lane.sampling.greedy:
+        _refuse(index, "sampling with a temperature needs a draw key")
+    if lane.top_logprobs > MOST_TOP_LOGPROBS:
+        _refuse(index, f"top_logprobs {lane.top_logprobs}, at most {MOST_TOP_LOGPROBS}")
+    if lane.mask is not None and not _fits(lane.mask, mask_words(vocab)):
+        _refuse(index, f"the mask must be {mask_words(vocab)} contiguous 32-bit words")
+    if lane.sampling.needs_history:
+        _check_ids(index, "history token", lane.prompt_history, vocab)
+        _check_ids(index, "history token", lane.output_history, vocab)
+        if len(lane.prompt_history) + len(lane.output_history) > submodel.context:
+            _refuse(index, "its history is longer than the context")
+
+
+def _fits(mask: npt.NDArray[np.int32], words: int) -> bool:
+    return mask.shape == (words,) and mask.dtype.itemsize == 4 and mask.dtype.kind in "iu" and mask.flags.c_contiguous
+
+
+def _check_sampling(index: int, lane: LaneInput, vocab: int) -> None:
+    if lane.logits not in LogitRows.__members__.values():
+        _refuse(index, f"logits {lane.logits} is not a LogitRows value")
+    if lane.emit and lane.sampling is not None:
+        try:
+            lane.sampling.check(vocab)
+        except RequestError as error:
+            raise DeviceError(error.what, where=f"lane {index}", remedy="see specs.SamplingParams") from error
+
+
+def _check_writers(lanes: Sequence[LaneInput], block_positions: int) -> None:
+    writer: dict[int, int] = {}
+    for index, lane in enumerate(lanes):
+        if lane.cur_len == 0:
+            continue
+        first, last = lane.past_len // block_positions, (lane.past_len + lane.cur_len - 1) // block_positions
+        for block in lane.blocks[first : last + 1]:
+            if writer.setdefault(block, index) != index:
+                _refuse(index, f"block {block} is written by lane {writer[block]} too")

@@ -1,0 +1,127 @@
+"""Translates a calbin's programs for the native executor: names become offsets, tensors become file ranges."""
+
+from __future__ import annotations
+
+import functools
+
+from calstack.calbin.program import Attention, Call, Embed, Linear, LmHead, NormLinear, Program, QkNormRopeKv, RopeTable, Vector, Weight
+from calstack.calbin.reader import Calbin
+from calstack.errors import ArtifactError, UnsupportedError
+from calstack.native import CalbinBuilder
+from calstack.specs import NormKind
+
+__all__ = ["build_calbin"]
+
+_Range = tuple[int, int, int]
+_WeightArg = tuple[int, int, str, int, int, int, bool]
+
+
+def build_calbin(calbin: Calbin, kv_blocks: int) -> CalbinBuilder:
+    """A builder holding every submodel's program, in the order of the manifest.
+
+    Raises:
+        ArtifactError: when a size does not fit, or the calbin needs more than one chip.
+    """
+    manifest = calbin.manifest
+    if len(manifest.target.chips) != 1:
+        raise ArtifactError(
+            f"is compiled for {len(manifest.target.chips)} chips, the cpu device is one",
+            where=str(calbin.path),
+            remedy="compile it for `cpu`",
+        )
+    kv = manifest.kv
+    try:
+        builder = CalbinBuilder(
+            str(calbin.path / manifest.target.chips[0].params), manifest.model.vocab, kv.dtype, kv.layers, kv.heads, kv.head_dim, kv_blocks
+        )
+        for submodel in manifest.submodels:
+            _Translator(builder, calbin, calbin.program(submodel.key)).run()
+    except (ValueError, MemoryError, RuntimeError) as error:
+        raise ArtifactError(
+            str(error) or "memory cannot be reserved", where=str(calbin.path), remedy="compile the model again, or use fewer KV blocks"
+        ) from error
+    return builder
+
+
+class _Translator:
+    def __init__(self, builder: CalbinBuilder, calbin: Calbin, program: Program) -> None:
+        self._to, self._program = builder, program
+        self._shard = calbin.shard(0)
+        self._buffers = {b.name: (b.offset, b.width) for b in program.buffers if b.chip == 0}
+
+    def run(self) -> None:
+        p = self._program
+        self._to.program(p.rows, p.lanes, p.context, p.arena_bytes[0])
+        for call in p.streams[0]:
+            self.call(call)
+
+    @functools.singledispatchmethod
+    def call(self, call: Call) -> None:
+        """Add one call to the builder's last program."""
+        raise UnsupportedError(
+            f"call {type(call).__name__} is not known to the cpu device", where=self._program.submodel, remedy="use a newer calstack"
+        )
+
+    @call.register
+    def _(self, c: Embed) -> None:
+        self._to.embed(c.layer, self._weight(c.weight), c.scale, self._buffers[c.out])
+
+    @call.register
+    def _(self, c: RopeTable) -> None:
+        self._to.rope_table(c.layer, self._need(c.inv_freq), c.attention_factor, self._buffers[c.out])
+
+    @call.register
+    def _(self, c: NormLinear) -> None:
+        self._norm(c.norm_kind)
+        self._to.norm_linear(
+            c.layer,
+            self._buffers[c.x],
+            self._need(c.norm),
+            c.eps,
+            self._weight(c.weight),
+            self._vector(c.bias),
+            c.gated,
+            self._buffers[c.out],
+        )
+
+    @call.register
+    def _(self, c: Linear) -> None:
+        target = c.residual or c.out
+        if target is None:
+            raise ArtifactError("a linear call has no output", where=self._program.submodel, remedy="compile the model again")
+        weight = self._weight(c.weight)
+        self._to.linear(c.layer, self._buffers[c.x], weight, self._vector(c.bias), c.residual is not None, self._buffers[target])
+
+    @call.register
+    def _(self, c: QkNormRopeKv) -> None:
+        self._norm(c.norm_kind)
+        heads, table = (c.heads, c.kv_heads, c.head_dim), self._buffers[c.table]
+        norms = self._vector(c.q_norm), self._vector(c.k_norm)
+        self._to.qk_norm_rope_kv(c.layer, self._buffers[c.qkv], table, c.kv_layer, heads, c.rope_dim, *norms, c.eps)
+
+    @call.register
+    def _(self, c: Attention) -> None:
+        heads = (c.heads, c.kv_heads, c.head_dim)
+        self._to.attention(c.layer, self._buffers[c.qkv], c.kv_layer, heads, c.scale, c.window, c.softcap, self._buffers[c.out])
+
+    @call.register
+    def _(self, c: LmHead) -> None:
+        self._norm(c.norm_kind)
+        self._to.lm_head(c.layer, self._buffers[c.x], self._need(c.norm), c.eps, self._weight(c.weight), self._vector(c.bias), c.softcap)
+
+    def _norm(self, kind: NormKind) -> None:
+        if kind is NormKind.LAYER:
+            raise UnsupportedError("layer norm is not known to the cpu device", where=self._program.submodel, remedy="use a newer calstack")
+
+    def _range(self, tensor: str) -> tuple[int, int]:
+        start, nbytes = self._shard.range(tensor)
+        return start, nbytes
+
+    def _weight(self, w: Weight) -> _WeightArg:
+        return (*self._range(w.tensor), w.format.value, w.n, w.k, w.group, w.minimum)
+
+    def _need(self, v: Vector) -> _Range:
+        return (*self._range(v.tensor), v.n)
+
+    def _vector(self, v: Vector | None) -> _Range | None:
+        return None if v is None else self._need(v)
