@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from calstack.frontends.source import Progress, open_source
+from calstack.frontends.source import open_source
 
-__all__ = ["Progress", "open_source"]
+__all__ = ["open_source"]

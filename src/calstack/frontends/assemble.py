@@ -52,8 +52,8 @@ def attach_weights(
     *,
     path: Path,
     source_name: Callable[[str], str] = str,
-) -> tuple[ir.Model, ir.Model]:
-    """Build the prefill and decode graphs and attach the weights.
+) -> tuple[ir.Model, ir.Model, dict[str, StoredTensor]]:
+    """Build the prefill and decode graphs, attach the weights, and give the weights in graph order.
 
     Raises SourceError for a missing tensor or a wrong shape, UnsupportedError for a tensor that the graphs do not use.
     `source_name` turns an initializer name into the source's name for messages.
@@ -72,7 +72,7 @@ def attach_weights(
     for model in (prefill, decode):
         for name in needed:
             attach(model.graph.initializers[name], tensors[name])
-    return prefill, decode
+    return prefill, decode, {name: tensors[name] for name in needed}
 
 
 def _check(name: str, value: ir.Value, tensors: Mapping[str, StoredTensor], path: Path, shown: str) -> None:

@@ -19,8 +19,9 @@ from calstack.frontends.assemble import attach_weights, check_layers
 from calstack.frontends.gguf import GGUFFile, TensorEntry, read_gguf
 from calstack.frontends.gguf_tokenizer import build_tokenizer, pre_adds_bos
 from calstack.frontends.mapped import MappedTensor
-from calstack.frontends.reading import bad, hash_file
+from calstack.frontends.reading import bad, hash_files
 from calstack.graph.model import GraphBundle
+from calstack.progress import Progress
 from calstack.specs import ModelSpec, RopeSpec
 
 if TYPE_CHECKING:
@@ -202,17 +203,17 @@ def _generation(spec: ModelSpec, meta: Metadata) -> dict[str, object]:
     return found
 
 
-def open_gguf(path: Path) -> GraphBundle:
+def open_gguf(path: Path, *, progress: Progress) -> GraphBundle:
     """Read a GGUF model.
 
     Raises SourceError when the file is damaged, UnsupportedError when it holds what this compiler cannot do.
     """
     file = read_gguf(path)
     spec = spec_of(file)
-    tensors = _weights(file, spec, family_of(spec.arch, str(path)))
-    check_layers(spec, tensors, path, f"{spec.arch}.block_count")
+    weights = _weights(file, spec, family_of(spec.arch, str(path)))
+    check_layers(spec, weights, path, f"{spec.arch}.block_count")
     tokenizer = build_tokenizer(file.metadata, spec.vocab)
-    prefill, decode = attach_weights(spec, tensors, path=path, source_name=_gguf_name)
+    prefill, decode, tensors = attach_weights(spec, weights, path=path, source_name=_gguf_name)
     return GraphBundle(
         spec=spec,
         prefill=prefill,
@@ -221,5 +222,10 @@ def open_gguf(path: Path) -> GraphBundle:
         tokenizer_json=tokenizer,
         chat_template=_chat_template(file.metadata),
         generation=_generation(spec, file.metadata),
-        source=SourceInfo(kind="gguf", name=spec.name, licence=file.metadata.text("general.license", "")[:200], files=(hash_file(path),)),
+        source=SourceInfo(
+            kind="gguf",
+            name=spec.name,
+            licence=file.metadata.text("general.license", "")[:200],
+            files=hash_files([path], path.parent, progress),
+        ),
     )

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from calstack.calbin.manifest import SourceFile, SourceInfo
+from calstack.calbin.manifest import SourceInfo
 from calstack.frontends import limits
 from calstack.frontends.assemble import attach_weights, check_layers
 from calstack.frontends.hf_config import empty, generation_of, spec_of
 from calstack.frontends.metadata import Metadata
-from calstack.frontends.reading import bad, hash_file, inside, read_json, read_small
+from calstack.frontends.reading import bad, hash_files, inside, read_json, read_small
 from calstack.frontends.safetensors import read_safetensors
 from calstack.graph.model import GraphBundle
+from calstack.progress import Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from calstack.frontends.mapped import MappedTensor
-    from calstack.frontends.source import Progress
     from calstack.specs import ModelSpec
 
 __all__ = ["open_hf"]
@@ -33,7 +33,7 @@ _MAX_SHARDS = 10_000
 _DERIVED = ".rotary_emb.inv_freq"  # old checkpoints store what the config says
 
 
-def open_hf(directory: Path, *, progress: Progress | None = None) -> GraphBundle:
+def open_hf(directory: Path, *, progress: Progress) -> GraphBundle:
     """Read a model directory.
 
     Raises SourceError when something is damaged or missing, UnsupportedError when this compiler cannot do it.
@@ -46,16 +46,16 @@ def open_hf(directory: Path, *, progress: Progress | None = None) -> GraphBundle
     spec = msgspec.structs.replace(spec, eos_ids=ends, add_bos=_adds_bos(tokenizer, spec))
     weights, files = _weights(directory, spec)
     check_layers(spec, weights, path, "num_hidden_layers")
-    prefill, decode = attach_weights(spec, weights, path=directory)
+    prefill, decode, tensors = attach_weights(spec, weights, path=directory)
     return GraphBundle(
         spec=spec,
         prefill=prefill,
         decode=decode,
-        tensors=weights,
+        tensors=tensors,
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(directory),
         generation=generation,
-        source=SourceInfo(kind="hf", name=spec.name, files=_hashes(directory, files, progress)),
+        source=SourceInfo(kind="hf", name=spec.name, files=hash_files(_source_files(directory, files), directory, progress)),
     )
 
 
@@ -178,12 +178,6 @@ def _default_template(meta: Metadata, value: Any) -> str:
     return value
 
 
-def _hashes(directory: Path, weights: list[Path], progress: Progress | None) -> tuple[SourceFile, ...]:
-    small = [directory / name for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")]
-    files = [path for path in (*small, directory / "chat_template.jinja", directory / _INDEX, *weights) if path.is_file()]
-    hashed = []
-    for index, path in enumerate(files):
-        if progress is not None:
-            progress("hashing the source", index, len(files))
-        hashed.append(hash_file(path, directory))
-    return tuple(hashed)
+def _source_files(directory: Path, weights: list[Path]) -> list[Path]:
+    small = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", _INDEX)
+    return [path for path in (*(directory / name for name in small), *weights) if path.is_file()]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from pathlib import Path
 
 from calstack.frontends.reading import bad
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from calstack.specs import ModelSpec
+from calstack.specs import ModelSpec
 
 __all__ = [
     "MAX_CONTEXT",
@@ -20,6 +17,7 @@ __all__ = [
     "MAX_VOCAB",
     "MAX_WIDTH",
     "check_relations",
+    "check_spec",
 ]
 
 MAX_LAYERS = 1024
@@ -45,3 +43,24 @@ def check_relations(spec: ModelSpec, path: Path) -> None:
         for token in ids:
             if not 0 <= token < spec.vocab:
                 bad(path, f"{name} token", f"the id {token} is not in the vocabulary of {spec.vocab}")
+
+
+def check_spec(spec: ModelSpec, path: Path) -> None:
+    """All of it, for a spec that was read as a whole."""
+    integers = {
+        "layers": (spec.layers, MAX_LAYERS),
+        "hidden": (spec.hidden, MAX_WIDTH),
+        "intermediate": (spec.intermediate, MAX_WIDTH),
+        "heads": (spec.heads, MAX_HEADS),
+        "kv_heads": (spec.kv_heads, MAX_HEADS),
+        "head_dim": (spec.head_dim, MAX_HEAD_DIM),
+        "vocab": (spec.vocab, MAX_VOCAB),
+        "context": (spec.context, MAX_CONTEXT),
+    }
+    for name, (value, high) in integers.items():
+        if not 1 <= value <= high:
+            bad(path, f"spec.{name}", f"{value} is not from 1 to {high}")
+    for name, number in (("norm_eps", spec.norm_eps), ("rope.theta", spec.rope.theta), ("rope.factor", spec.rope.factor)):
+        if not math.isfinite(number) or number <= 0:
+            bad(path, f"spec.{name}", f"{number} is not a positive number")
+    check_relations(spec, path)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from calstack.calbin.manifest import SourceFile
 from calstack.errors import SourceError
+from calstack.progress import Progress
 
-__all__ = ["DAMAGED", "bad", "hash_file", "inside", "map_file", "parse_json", "read_json", "read_small"]
+__all__ = ["DAMAGED", "bad", "hash_files", "inside", "map_file", "parse_json", "read_json", "read_small"]
 
 DAMAGED = "the file is damaged or incomplete; fetch it again"
 _HASH_CHUNK = 1 << 22
@@ -37,8 +40,6 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def _regular_size(path: Path, fd: int) -> int:
-    import os
-
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         bad(path, "", "not a regular file", "give a file")
@@ -91,12 +92,18 @@ def inside(root: Path, name: str, *, owner: Path, field: str) -> Path:
     return root / relative
 
 
-def hash_file(path: Path, root: Path | None = None) -> SourceFile:
-    """sha256 and size of a file, named relative to `root` (default: its own directory)."""
+def hash_files(paths: Sequence[Path], root: Path, progress: Progress) -> tuple[SourceFile, ...]:
+    """sha256 and size of each file, named relative to `root`."""
+    progress.stage("hash the source", sum(path.stat().st_size for path in paths))
+    return tuple(_hash_file(path, root, progress) for path in paths)
+
+
+def _hash_file(path: Path, root: Path, progress: Progress) -> SourceFile:
     digest = hashlib.sha256()
     size = 0
     with path.open("rb") as file:
         while chunk := file.read(_HASH_CHUNK):
             digest.update(chunk)
             size += len(chunk)
-    return SourceFile(name=str(path.relative_to(root)) if root else path.name, sha256=digest.hexdigest(), bytes=size)
+            progress.advance(len(chunk))
+    return SourceFile(name=path.relative_to(root).as_posix(), sha256=digest.hexdigest(), bytes=size)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from calstack.errors import SourceError
+from calstack.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from calstack.graph.model import GraphBundle
 
-__all__ = ["Progress", "open_source"]
+__all__ = ["open_source"]
 
 _KINDS = "give a GGUF file, a Hugging Face model directory, or a directory that --keep-onnx wrote"
-
-
-class Progress(Protocol):
-    """Told how far long work is; `what` is a short noun phrase, `total` in the unit of `done`."""
-
-    def __call__(self, what: str, done: int, total: int) -> None: ...
 
 
 def open_source(path: Path, *, progress: Progress | None = None) -> GraphBundle:
@@ -27,19 +22,20 @@ def open_source(path: Path, *, progress: Progress | None = None) -> GraphBundle:
 
     Raises SourceError when it is none of these or damaged, UnsupportedError when this compiler cannot do it.
     """
+    progress = progress or Silent()
     try:
         if path.is_dir():
             return _open_directory(path, progress)
         if path.exists():
             from calstack.frontends.gguf_model import open_gguf
 
-            return open_gguf(path)
+            return open_gguf(path, progress=progress)
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror}", where=str(path), remedy="check the path and its permissions") from error
     raise SourceError("no such file or directory", where=str(path), remedy=_KINDS)
 
 
-def _open_directory(path: Path, progress: Progress | None) -> GraphBundle:
+def _open_directory(path: Path, progress: Progress) -> GraphBundle:
     if (path / "index.json").is_file() and (path / "prefill.onnx").is_file():
         from calstack.frontends.onnx_dir import open_onnx_dir
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["EMBEDS", "INPUT_IDS", "INV_FREQ", "KIND_KEY", "LOGITS", "PAST_LEN", "POSITIONS", "is_kv", "kv_in", "kv_out"]
+__all__ = ["EMBEDS", "INPUT_IDS", "INV_FREQ", "KIND_KEY", "LOGITS", "PAST_LEN", "POSITIONS", "is_kv", "kv_in", "kv_number", "kv_out"]
 
 INPUT_IDS = "input_ids"
 POSITIONS = "positions"
@@ -14,7 +14,7 @@ EMBEDS = "embeds"  # reserved
 INV_FREQ = "inv_freq"
 KIND_KEY = "calstack.kind"  # initializer metadata: how the source stores it
 
-_KV = re.compile(r"kv\.(\d+)\.([kv])(\.out)?")
+_KV = re.compile(r"kv\.(\d{1,6})\.([kv])(\.out)?")
 
 
 def kv_in(layer: int, which: str) -> str:
@@ -30,3 +30,9 @@ def kv_out(layer: int, which: str) -> str:
 def is_kv(name: str) -> bool:
     """True for names of KV inputs and outputs."""
     return _KV.fullmatch(name) is not None
+
+
+def kv_number(name: str) -> int | None:
+    """The layer number in a KV name, None for other names."""
+    match = _KV.fullmatch(name)
+    return int(match[1]) if match else None

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from calstack.errors import UnsupportedError
 from calstack.frontends.arch import llama, qwen3
+from calstack.frontends.arch.family import Family
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from calstack.frontends.arch.family import Family
     from calstack.specs import ModelSpec
 
 __all__ = ["FAMILIES", "build_graphs", "family_of"]
 
-FAMILIES = {module.FAMILY.model_type: module.FAMILY for module in (llama, qwen3)}
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (llama, qwen3)}
 
 
 def family_of(model_type: str, where: str) -> Family:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript import nn
 
@@ -32,6 +33,11 @@ class Past:
     v: ir.Value
 
 
+def f32(number: float) -> float:
+    """The number as an ONNX attribute holds it, so that a graph is the same before and after it was a file."""
+    return float(np.float32(number))
+
+
 class Linear(nn.Module):
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -46,7 +52,7 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = f32(eps)
         self.weight = nn.Parameter([width])
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
@@ -116,7 +122,7 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(op, q), self.k_norm(op, k)
         q, k = self._rotate(op, q, table, spec.heads), self._rotate(op, k, table, spec.kv_heads)
-        capped = {"softcap": spec.attn_softcap} if spec.attn_softcap else {}
+        capped = {"softcap": f32(spec.attn_softcap)} if spec.attn_softcap else {}
         y, k_all, v_all = op.Attention(
             q,
             k,
@@ -125,7 +131,7 @@ class SelfAttention(nn.Module):
             past.k,
             past.v,
             is_causal=1,
-            scale=spec.scale,
+            scale=f32(spec.scale),
             q_num_heads=spec.heads,
             kv_num_heads=spec.kv_heads,
             _outputs=3,
