@@ -96,15 +96,16 @@ void linear_f(const Weight& w, const float* x, size_t xs, int rows, const float*
   const Finish finish{w, bias, ep, act, out, os};
   const Tiles& tiles = tiles_for(w);
   const size_t bytes = block_bytes(w);
-  const int together = finish.blocks_per_step();
   const Panels panels(rows);
   alignas(64) float sums[2][kTileRows * 16];
-  for (int nb = nb0; nb < nb1; nb += together)
+  for (int nb = nb0; nb < nb1; nb += 2) {
+    const int blocks = nb1 - nb < 2 ? 1 : 2;
     for (int i = 0; i < panels.count; ++i) {
       const int first = panels.first(i), count = panels.first(i + 1) - first;
-      for (int b = 0; b < together; ++b) tiles.of[count](w, w.data + (size_t)(nb + b) * bytes, x + (size_t)first * xs, xs, sums[b]);
-      finish(nb, (size_t)first, count, sums[0], sums[1]);
+      for (int b = 0; b < blocks; ++b) tiles.of[count](w, w.data + (size_t)(nb + b) * bytes, x + (size_t)first * xs, xs, sums[b]);
+      finish(nb, blocks, (size_t)first, count, sums);
     }
+  }
 }
 
 }  // namespace

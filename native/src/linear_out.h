@@ -6,6 +6,10 @@
 namespace calstack {
 namespace CALSTACK_ISA {
 
+// Most rows and blocks of a register tile: an integer and a float accumulator for each pair of them, and a few registers more.
+constexpr int kTileRows = kVectorRegisters == 32 ? 6 : 4;
+constexpr int kTileBlocks = kVectorRegisters == 32 ? 2 : 1;
+
 struct Finish {
   const Weight& w;
   const float* bias;
@@ -14,23 +18,24 @@ struct Finish {
   float* out;
   size_t os;
 
-  // Blocks that are computed together.
-  CALSTACK_INLINE int blocks_per_step() const { return ep == Epilogue::gated ? 2 : 1; }
+  // Rows [row0, row0 + rows) of blocks nb and, when `blocks` is 2, nb + 1; sums = [block][row][16]. Gated: always two, gate and up.
+  void operator()(int nb, int blocks, size_t row0, int rows, const float (*sums)[kTileRows * 16]) const {
+    if (ep == Epilogue::gated) return block(nb, row0, rows, sums[0], sums[1]);
+    for (int b = 0; b < blocks; ++b) block(nb + b, row0, rows, sums[b], nullptr);
+  }
 
-  // Rows [row0, row0 + rows) of block nb; y = [rows][16] sums, up = the same of block nb + 1 when gated.
-  void operator()(int nb, size_t row0, int rows, const float* y, const float* up) const {
+ private:
+  void block(int nb, size_t row0, int rows, const float* y, const float* up) const {
     const BlockOut to = block_out(w, ep, nb);
-    const F32x16 b = bias_of(nb, to.lanes), bu = ep == Epilogue::gated ? bias_of(nb + 1, to.lanes) : b;
+    const F32x16 b = bias_of(nb, to.lanes), bu = up ? bias_of(nb + 1, to.lanes) : b;
     for (int r = 0; r < rows; ++r) {
       float* o = out + (row0 + (size_t)r) * os + to.column;
       F32x16 v = biased(y + 16 * r, b);
-      if (ep == Epilogue::gated) v = activate(v) * biased(up + 16 * r, bu);
+      if (up) v = activate(v) * biased(up + 16 * r, bu);
       if (to.lanes == 16) (ep == Epilogue::residual ? F32x16::load(o) + v : v).store(o);
       else (ep == Epilogue::residual ? F32x16::load_first(o, to.lanes) + v : v).store_first(o, to.lanes);
     }
   }
-
- private:
   CALSTACK_INLINE F32x16 bias_of(int nb, int lanes) const {
     return bias ? F32x16::load_first(bias + (size_t)nb * kLane, lanes) : F32x16::zero();
   }
@@ -41,9 +46,6 @@ struct Finish {
     return act == Act::gelu_tanh ? gelu_tanh(v) : gelu(v);
   }
 };
-
-// Most rows of a register tile: an integer and a float accumulator per row, and a few registers more.
-constexpr int kTileRows = kVectorRegisters == 32 ? 12 : 4;
 
 // Cuts `rows` into panels of at most kTileRows rows, as even as they come, so that no panel is left nearly empty.
 struct Panels {

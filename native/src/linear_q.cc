@@ -1,8 +1,9 @@
 // Products of int8 activations with 4-bit and 8-bit weights: docs/concepts/numerics.md, "Linear". Once per instruction set.
 //
-// A tile is R rows by one block of 16 outputs: per group one integer accumulator per row, scaled into one float accumulator per row.
+// A tile is R rows by one or two blocks of 16 outputs: per group one integer accumulator per row and block, scaled into one float
+// accumulator. Two blocks share each broadcast activation: with one, loads and not products would be the limit.
 // One row is the GEMV of decode, up to kTileRows rows the small batches: the weights pass through once, prefetched. More rows are cut
-// into panels that reuse a block's weights from L1 while their activations come from L2.
+// into panels that reuse two blocks' weights from L1 while their activations come from L2.
 #include "kernel_parts.h"
 #include "linear_out.h"
 
@@ -36,66 +37,117 @@ template <Kind kind> CALSTACK_INLINE I32x16 start(const int32_t* isum) {
   return I32x16::zero() - shift_left<kind == Kind::w4 ? 3 : 7>(I32x16::broadcast(*isum));
 }
 
-// 64 bytes of codes times the activations of R rows, `a` at the first code.
-template <Kind kind, int R, int chains>
-CALSTACK_INLINE void step(I32x16 (&acc)[R * chains], const uint8_t* w, const int8_t* a, size_t k, int j) {
-  const I32x16 packed = I32x16::load(w);
-  if (kind == Kind::w8) {
-    for (int r = 0; r < R; ++r) {
-      I32x16& c = acc[chains * r + j % chains];
-      c = dot4<false>(c, packed, broadcast4(a + (size_t)r * k));
-    }
-    return;
+// 64 bytes of codes, as one (w8) or two (w4: low and high nibbles) operands of a product.
+template <Kind kind> struct Codes {
+  I32x16 part[kind == Kind::w8 ? 1 : 2];
+  CALSTACK_INLINE void load(const uint8_t* w) {
+    const I32x16 packed = I32x16::load(w);
+    part[0] = kind == Kind::w8 ? packed : low_nibbles(packed);
+    if constexpr (kind != Kind::w8) part[1] = high_nibbles(packed);
   }
-  const I32x16 low = low_nibbles(packed), high = high_nibbles(packed);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) acc[chains * r] = dot4<true>(acc[chains * r], low, broadcast4(a + (size_t)r * k));
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) acc[chains * r + chains - 1] = dot4<true>(acc[chains * r + chains - 1], high, broadcast4(a + (size_t)r * k + 4));
-}
+};
 
-// out[R][16] = the sums of one block. `fixed`: the group when known at compile time, else 0. `ahead`: bytes from here to the weights
-// to prefetch, 0 for none.
-template <Kind kind, int fixed, int R>
-void tile(const uint8_t* w, int group, const Rows& a, size_t ahead, float* out) {
-  constexpr int chains = R < 6 ? 2 : 1;  // enough independent sums to hide the latency of a product
+// Pointers to R rows that lie `stride` apart. Every third has a register of its own and the compiler does not see how they relate:
+// else it spends more registers on multiples of the stride than there are.
+template <class T, int R> struct RowPointers {
+  static constexpr int kBases = (R + 2) / 3;
+  const T* base[kBases];
+  size_t stride;
+  CALSTACK_INLINE RowPointers(const T* p, size_t elements) : stride(elements) {
+    for (int i = 0; i < kBases; ++i) {
+      base[i] = p + (size_t)(3 * i) * elements;
+      asm("" : "+r"(base[i]));
+    }
+  }
+  CALSTACK_INLINE const T* row(int r) const { return base[r / 3] + (size_t)(r % 3) * stride; }
+};
+
+// R rows by B blocks, `chains` integer sums each.
+template <Kind kind, int R, int B, int chains> struct IntSums {
+  I32x16 acc[R][B][chains];
+
+  CALSTACK_INLINE explicit IntSums(const RowPointers<int32_t, R>& isum, size_t g) {
+    for (int r = 0; r < R; ++r) {
+      const I32x16 from = start<kind>(isum.row(r) + g);
+      for (int b = 0; b < B; ++b) {
+        acc[r][b][0] = from;
+        for (int c = 1; c < chains; ++c) acc[r][b][c] = I32x16::zero();
+      }
+    }
+  }
+
+  // Step j of a group: 64 bytes of codes of each block, `block` bytes apart, times the activations at `k`.
+  CALSTACK_INLINE void step(const uint8_t* w, size_t block, const RowPointers<int8_t, R>& a, size_t k, int j) {
+    constexpr int parts = kind == Kind::w8 ? 1 : 2;
+    Codes<kind> codes[B];
+    for (int b = 0; b < B; ++b) codes[b].load(w + (size_t)b * block);
+#pragma GCC unroll 2
+    for (int p = 0; p < parts; ++p)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const I32x16 x = broadcast4(a.row(r) + k + (size_t)(4 * p));
+        for (int b = 0; b < B; ++b) {
+          I32x16& sum = acc[r][b][(parts * j + p) % chains];
+          sum = dot4<kind != Kind::w8>(sum, codes[b].part[p], x);
+        }
+      }
+  }
+
+  CALSTACK_INLINE F32x16 total(int r, int b) const {
+    I32x16 sum = acc[r][b][0];
+    for (int c = 1; c < chains; ++c) sum = sum + acc[r][b][c];
+    return to_f32(sum);
+  }
+};
+
+// out[B][kTileRows][16] = the sums of R rows by B blocks. `fixed`: the group when known at compile time, else 0. `block`: bytes from one
+// block to the next; `ahead`: bytes from here to the weights to prefetch, 0 for none.
+template <Kind kind, int fixed, int R, int B>
+void tile(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ahead, float* out) {
+  constexpr int chains = R * B < 6 ? 2 : 1;  // enough independent sums to hide the latency of a product
   constexpr int per_step = kCodesPerStep(kind);
   const int steps = (fixed ? fixed : group) / per_step;
-  const size_t bytes = 64 * (size_t)steps + (kind == Kind::w4_min ? 64 : 32);
-  F32x16 sum[R];
-  for (int r = 0; r < R; ++r) sum[r] = F32x16::zero();
-  for (size_t g = 0; g < a.groups; ++g, w += bytes) {
+  const size_t codes = 64 * (size_t)steps, bytes = codes + (kind == Kind::w4_min ? 64 : 32);
+  const RowPointers<int8_t, R> a(rows.codes, rows.k);
+  const RowPointers<float, R> scale(rows.scale, rows.groups), asum(rows.asum, rows.groups);
+  const RowPointers<int32_t, R> isum(rows.isum, rows.groups);
+  F32x16 sum[R][B];
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) sum[r][b] = F32x16::zero();
+  for (size_t g = 0, k = 0; g < rows.groups; ++g, k += (size_t)(steps * per_step), w += bytes) {
     if (ahead)
-      for (size_t line = 0; line < bytes; line += 64) prefetch(w + ahead + line);
-    I32x16 acc[R * chains];
-    for (int r = 0; r < R; ++r) {
-      acc[chains * r] = start<kind>(a.isum + (size_t)r * a.groups + g);
-      for (int c = 1; c < chains; ++c) acc[chains * r + c] = I32x16::zero();
-    }
-    const int8_t* codes = a.codes + g * (size_t)(steps * per_step);
+      for (int b = 0; b < B; ++b)
+        for (size_t line = 0; line < bytes; line += 64) prefetch(w + (size_t)b * block + ahead + line);
+    IntSums<kind, R, B, chains> ints(isum, g);
 #pragma GCC unroll 8
-    for (int j = 0; j < steps; ++j) step<kind, R, chains>(acc, w + 64 * j, codes + per_step * j, a.k, j);
-    const F32x16 d = F32x16::load_f16(w + 64 * (size_t)steps);
-    const F32x16 m = kind == Kind::w4_min ? F32x16::load_f16(w + 64 * (size_t)steps + 32) : d;
+    for (int j = 0; j < steps; ++j) ints.step(w + 64 * j, block, a, k + (size_t)(per_step * j), j);
+    F32x16 d[B], m[B];
+    for (int b = 0; b < B; ++b) {
+      d[b] = F32x16::load_f16(w + (size_t)b * block + codes);
+      if (kind == Kind::w4_min) m[b] = F32x16::load_f16(w + (size_t)b * block + codes + 32);
+    }
     for (int r = 0; r < R; ++r) {
-      const size_t at = (size_t)r * a.groups + g;
-      for (int c = 1; c < chains; ++c) acc[chains * r] = acc[chains * r] + acc[chains * r + c];
-      sum[r] = fma(to_f32(acc[chains * r]) * F32x16::broadcast(a.scale[at]), d, sum[r]);
-      if (kind == Kind::w4_min) sum[r] = fma(m, F32x16::broadcast(a.asum[at]), sum[r]);
+      const F32x16 s = F32x16::broadcast(scale.row(r)[g]);
+      for (int b = 0; b < B; ++b) sum[r][b] = fma(ints.total(r, b) * s, d[b], sum[r][b]);
+      if (kind != Kind::w4_min) continue;
+      const F32x16 t = F32x16::broadcast(asum.row(r)[g]);
+      for (int b = 0; b < B; ++b) sum[r][b] = fma(m[b], t, sum[r][b]);
     }
   }
-  for (int r = 0; r < R; ++r) sum[r].store(out + 16 * r);
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) sum[r][b].store(out + 16 * (kTileRows * b + r));
 }
 
-using Tile = void (*)(const uint8_t* w, int group, const Rows& a, size_t ahead, float* out);
+using Tile = void (*)(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ahead, float* out);
 
-// The tiles of 1 to kTileRows rows.
+// The tiles of 1 to kTileRows rows by one or two blocks.
 struct Tiles {
-  Tile of[kTileRows + 1];
+  Tile of[kTileBlocks][kTileRows + 1];
 };
 
 template <Kind kind, int fixed, int R = 1> constexpr void list_tiles(Tiles& t) {
-  t.of[R] = tile<kind, fixed, R>;
+  t.of[0][R] = tile<kind, fixed, R, 1>;
+  if constexpr (kTileBlocks > 1) t.of[1][R] = tile<kind, fixed, R, 2>;
   if constexpr (R < kTileRows) list_tiles<kind, fixed, R + 1>(t);
 }
 
@@ -116,24 +168,26 @@ const Tiles& tiles_for(const Weight& w) {
   return w.minimum ? tiles_of<Kind::w4_min>(w.group) : tiles_of<Kind::w4>(w.group);
 }
 
-constexpr size_t kStreamAhead = 4096;       // bytes between the GEMV and its prefetches
-constexpr size_t kRowBytes = 256 * 1024;    // activations that stay in L2 while the blocks pass
+constexpr size_t kStreamAhead = 4096;     // bytes between the GEMV and its prefetches
+constexpr size_t kRowBytes = 256 * 1024;  // activations that stay in L2 while the blocks pass
 
 // Rows [row0, row0 + rows) of blocks [nb0, nb1).
 void chunk(const Weight& w, const Tiles& tiles, const QuantRows& a, const Finish& finish, int row0, int rows, int nb0, int nb1) {
-  const size_t bytes = block_bytes(w);
-  const int together = finish.blocks_per_step();
+  const size_t block = block_bytes(w);
   const Panels panels(rows);
-  const size_t ahead = panels.count == 1 ? kStreamAhead : bytes * (size_t)together;
+  const bool wide = kTileBlocks == 2 && rows > 1;
   alignas(64) float sums[2][kTileRows * 16];
-  for (int nb = nb0; nb < nb1; nb += together)
+  for (int nb = nb0; nb < nb1; nb += 2) {
+    const int blocks = nb1 - nb < 2 ? 1 : 2, together = wide ? blocks : 1;
+    const size_t ahead = panels.count == 1 ? kStreamAhead : block * (size_t)blocks;
     for (int i = 0; i < panels.count; ++i) {
       const int first = row0 + panels.first(i), count = row0 + panels.first(i + 1) - first;
       const Rows part(a, (size_t)first);
-      for (int b = 0; b < together; ++b)
-        tiles.of[count](w.data + (size_t)(nb + b) * bytes, w.group, part, i == 0 ? ahead : 0, sums[b]);
-      finish(nb, (size_t)first, count, sums[0], sums[1]);
+      for (int b = 0; b < blocks; b += together)
+        tiles.of[together - 1][count](w.data + (size_t)(nb + b) * block, block, w.group, part, i == 0 ? ahead : 0, sums[b]);
+      finish(nb, blocks, (size_t)first, count, sums);
     }
+  }
 }
 
 void linear_q(const Weight& w, const QuantRows& a, int rows, const float* bias, Epilogue ep, Act act, float* out, size_t os, int nb0,
