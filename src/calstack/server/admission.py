@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 from calstack.errors import OverloadedError
@@ -36,6 +37,8 @@ class Admission:
         self.waiting_tokens = 0
         self.refused = 0
         self._service_s = 0.0  # mean time a choice holds a lane
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def waiting(self) -> int:
@@ -51,6 +54,7 @@ class Admission:
         if self.in_flight + count > self.lanes + self.max_requests:
             self._refuse(f"the queue is full ({self.waiting} waiting, {self.max_requests} may)", count)
         self.in_flight += count
+        self._idle.clear()
         return [Place() for _ in range(count)]
 
     def hold_tokens(self, places: list[Place], tokens: int) -> None:
@@ -79,8 +83,14 @@ class Admission:
         self.started(place)
         place.released = True
         self.in_flight -= 1
+        if not self.in_flight:
+            self._idle.set()
         if service_s is not None:
             self._service_s += (service_s - self._service_s) * (_WEIGHT if self._service_s else 1.0)
+
+    async def wait_idle(self) -> None:
+        """Return when nothing is in flight."""
+        await self._idle.wait()
 
     def retry_after(self, count: int = 1) -> float:
         """Seconds until the work that waits, and `count` more, will have found a lane, by measured times."""

@@ -126,8 +126,7 @@ class Supervisor:
         if self.state is EngineState.READY:
             waiter: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
             self._stats_waiters.append(waiter)
-            if len(self._stats_waiters) == 1:
-                self._send(StatsRequest())
+            self._send(StatsRequest())
             with contextlib.suppress(TimeoutError):
                 return await asyncio.wait_for(waiter, timeout_s)
         return self.stats

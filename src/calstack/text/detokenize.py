@@ -27,6 +27,11 @@ class Detokenizer:
         """Text that became whole with this id (may be empty). Special tokens give no text."""
         return self._decoder.decode(self._pieces.text_bytes(id_))
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether the bytes so far end inside a character."""
+        return bool(self._decoder.getstate()[0])
+
 
 def decode_all(pieces: PieceTable, ids: Iterable[int]) -> str:
     """Text of a whole sequence, special tokens in their written form, damaged UTF-8 as U+FFFD."""

@@ -1,0 +1,149 @@
+"""One choice on its way to the client: ids become text, stop strings cut it, log-probabilities keep in step with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from calstack.errors import CalstackError
+from calstack.server.errors import InternalError, error_of
+from calstack.text.detokenize import Detokenizer
+from calstack.text.pieces import PieceTable
+from calstack.text.stops import StopMatcher
+from calstack.wire import Finish, TokenLogprob, Usage
+
+__all__ = ["Choice", "Delta", "End", "TokenText"]
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenText:
+    """One output token beside the text: `start` is its first character's offset in the answer."""
+
+    id: int
+    start: int
+    logprob: TokenLogprob
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a choice ended. `completion_tokens` counts every sampled id up to the end, a stop id too."""
+
+    reason: FinishReason | None
+    completion_tokens: int
+    usage: Usage | None = None
+    stop_string: str | None = None
+    stop_id: int = -1
+    error: CalstackError | None = None
+    cancelled: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of a choice, with the tokens that it completes."""
+
+    index: int
+    text: str
+    tokens: tuple[TokenText, ...] = ()
+    end: End | None = None
+
+
+class Choice:
+    """Sink of the journal for one choice; gives Deltas.
+
+    Args:
+        index: of the choice in the answer.
+        pieces: bytes of token ids.
+        stops: stop strings.
+        keep_tokens: whether Deltas carry tokens (log-probabilities were asked for).
+        emit: takes each Delta; called on the event loop.
+        on_first: called once, at the first token.
+        on_stop: called once when a stop string has matched and the engine should give up.
+    """
+
+    __slots__ = (
+        "_detokenizer", "_emit", "_held", "_keep", "_on_first", "_on_stop", "_released", "_seen", "_stops", "count", "end", "index",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        pieces: PieceTable,
+        *,
+        stops: Sequence[str],
+        keep_tokens: bool,
+        emit: Callable[[Delta], None],
+        on_first: Callable[[], None],
+        on_stop: Callable[[], None],
+    ) -> None:
+        self.index, self.count = index, 0
+        self.end: End | None = None
+        self._detokenizer, self._stops = Detokenizer(pieces), StopMatcher(stops)
+        self._keep, self._emit, self._on_first, self._on_stop = keep_tokens, emit, on_first, on_stop
+        self._held: deque[tuple[int, TokenText]] = deque()  # (characters that must be out first, token)
+        self._seen = self._released = 0  # characters that came, and that went out
+
+    def on_tokens(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        if self._is_stopped():
+            return
+        if not self.count:
+            self._on_first()
+        out = []
+        for place, id_ in enumerate(ids):
+            self.count += 1
+            text = self._detokenizer.push(id_)
+            if self._keep:
+                self._hold(id_, text, logprobs[place] if logprobs else TokenLogprob(logprob=0.0))
+            if went := self._stops.push(text):
+                out.append(went)
+            if self._is_stopped():
+                break
+        self._give("".join(out), None)
+        if self._is_stopped():
+            self._on_stop()
+
+    def on_finish(self, finish: Finish) -> None:
+        if self.end is not None:
+            return
+        self.end = self._ending(finish)
+        self._give("" if self._is_stopped() else self._stops.flush(), self.end)
+
+    def _is_stopped(self) -> bool:
+        return self._stops.matched is not None
+
+    def _ending(self, finish: Finish) -> End:
+        usage = finish.usage
+        if self._is_stopped():
+            return End(reason="stop", completion_tokens=self.count, usage=usage, stop_string=self._stops.matched)
+        count = max(self.count, usage.output_tokens) if usage else self.count
+        match finish.reason:
+            case "stop" | "length":
+                return End(reason=finish.reason, completion_tokens=count, usage=usage, stop_id=finish.stop_id)
+            case "cancelled":
+                return End(reason=None, completion_tokens=count, usage=usage, cancelled=True)
+        error = error_of(finish.error) if finish.error else InternalError("the engine gave no reason")
+        return End(reason=None, completion_tokens=count, usage=usage, error=error)
+
+    def _hold(self, id_: int, text: str, logprob: TokenLogprob) -> None:
+        token = TokenText(id_, self._seen, logprob)
+        self._seen += len(text)
+        self._held.append((self._seen + self._detokenizer.incomplete, token))
+
+    def _give(self, text: str, end: End | None) -> None:
+        self._released += len(text)
+        tokens = self._release(last=end is not None) if self._keep else ()
+        if text or tokens or end is not None:
+            self._emit(Delta(self.index, text, tokens, end))
+
+    def _release(self, *, last: bool) -> tuple[TokenText, ...]:
+        """Tokens whose text is out. At the end all of them, but none that begins in or after a stop string."""
+        stopped = self._is_stopped()
+        out = []
+        while self._held and (last or stopped or self._held[0][0] <= self._released):
+            token = self._held.popleft()[1]
+            if not stopped or token.start < self._released:
+                out.append(token)
+        return tuple(out)

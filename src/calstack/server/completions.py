@@ -1,0 +1,167 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from calstack.errors import RequestError, UnsupportedError
+from calstack.server.choice import Delta, TokenText
+from calstack.server.context import Context
+from calstack.server.exchange import Plan
+from calstack.server.generation import Generation
+from calstack.server.model import ServedModel
+from calstack.server.params import Generate, check_supported, generate_of, top_logprobs_of
+from calstack.server.render import Collected, Envelope, finite, timings_of, usage_of
+from calstack.server.schemas import CompletionRequest
+from calstack.server.status import check_model
+from calstack.text.detokenize import decode_all
+from calstack.text.pieces import PieceTable
+
+__all__ = ["CompletionRenderer", "prompts_of", "understand_completion"]
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+Prompt = str | list[int | str]
+
+
+def understand_completion(context: Context, fields: CompletionRequest, request_id: str) -> Plan:
+    """Check a completion request."""
+    model = context.model
+    check_model(model, fields.model)
+    check_supported(fields)
+    generate = generate_of(fields, model.vocabulary, context.config.limits, model.defaults)
+    if all(getattr(fields, name) is None for name in ("max_tokens", "max_completion_tokens", "n_predict")):
+        generate = dataclasses.replace(generate, max_tokens=_DEFAULT_MAX_TOKENS)
+    top = -1 if fields.logprobs is None else top_logprobs_of(fields.logprobs, context.config.limits, "logprobs")
+    if fields.echo and top >= 0:
+        raise UnsupportedError("log-probabilities of an echoed prompt are not supported yet", where="$.echo", remedy="leave out logprobs")
+    prompts = prompts_of(fields, model)
+    echoes = [_shown(prompt, model) for prompt in prompts] if fields.echo else [""] * len(prompts)
+    return Plan(
+        generate=generate,
+        prompts=len(prompts),
+        tokenise=lambda: [_ids(prompt, model) for prompt in prompts],
+        renderer=CompletionRenderer(f"cmpl-{request_id}", model, generate, echoes),
+        top_logprobs=top,
+    )
+
+
+def prompts_of(fields: CompletionRequest, model: ServedModel) -> list[Prompt]:
+    """The prompts: one text, one list of ids (with texts among them), or a list of either.
+
+    Raises:
+        RequestError: for an empty list, an id outside the vocabulary, or lists and ids side by side.
+    """
+    given = fields.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise _bad("is empty")
+    if any(isinstance(part, list) for part in given):
+        if any(isinstance(part, int) for part in given):
+            raise _bad("holds ids and lists side by side")
+        prompts: list[Prompt] = [part for part in given if not isinstance(part, int)]
+    elif any(isinstance(part, int) for part in given):
+        prompts = [[part for part in given if not isinstance(part, list)]]
+    else:
+        prompts = [part for part in given if isinstance(part, str)]
+    for prompt in prompts:
+        if not prompt and not isinstance(prompt, str):
+            raise _bad("holds an empty list")
+        if any(isinstance(id_, int) and not 0 <= id_ < model.vocabulary.size for id_ in prompt):
+            raise _bad(f"holds an id outside the vocabulary of {model.vocabulary.size}")
+    return prompts
+
+
+def _ids(prompt: Prompt, model: ServedModel) -> list[int]:
+    """Ids of a prompt. BOS comes first where the model has one; an empty text is then BOS alone."""
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, special=True, bos=True) or list(model.spec.bos_ids[:1])
+    out: list[int] = []
+    for place, part in enumerate(prompt):
+        out.extend([part] if isinstance(part, int) else tokenizer.encode(part, special=True, bos=place == 0))
+    return out
+
+
+def _shown(prompt: Prompt, model: ServedModel) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(part if isinstance(part, str) else decode_all(model.tokenizer.pieces, [part]) for part in prompt)
+
+
+def _bad(what: str) -> RequestError:
+    return RequestError(what, where="$.prompt", param="prompt")
+
+
+class CompletionRenderer:
+    """Writes text answers. `echoes` holds per prompt what is given back before the answer."""
+
+    def __init__(self, id_: str, model: ServedModel, generate: Generate, echoes: Sequence[str]) -> None:
+        self._envelope = Envelope(id_, "text_completion", model.id, model.fingerprint)
+        self._generate, self._pieces, self._echoes = generate, model.tokenizer.pieces, echoes
+        self._begun: set[int] = set()
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._generate.choices]
+
+    def whole(self, choices: Sequence[Collected], generation: Generation) -> dict[str, Any]:
+        answer = self._envelope.around([self._choice(choice) for choice in choices]) | {"usage": usage_of(generation)}
+        if self._generate.timings and choices[0].end is not None:
+            answer["timings"] = timings_of(choices[0].end)
+        return answer
+
+    def _choice(self, choice: Collected) -> dict[str, Any]:
+        assert choice.end is not None
+        echo = self._echo(choice.index)
+        logprobs = legacy_logprobs(choice.tokens, self._pieces, len(echo)) if choice.tokens else None
+        return {"index": choice.index, "text": echo + choice.text, "logprobs": logprobs, "finish_reason": choice.end.reason}
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        echo = self._echo(delta.index)
+        text, out = delta.text, []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            text = echo + text
+        if text or delta.tokens:
+            logprobs = legacy_logprobs(delta.tokens, self._pieces, len(echo)) if delta.tokens else None
+            out.append(self._piece(delta.index, text, logprobs, None))
+        if delta.end is not None:
+            out.append(self._piece(delta.index, "", None, delta.end.reason))
+            if self._generate.timings:
+                out[-1]["timings"] = timings_of(delta.end)
+        return out
+
+    def _piece(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
+        return self._envelope.around([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}])
+
+    def tail(self, generation: Generation) -> list[dict[str, Any]]:
+        return [self._envelope.around([]) | {"usage": usage_of(generation)}] if self._generate.include_usage else []
+
+
+def legacy_logprobs(tokens: Sequence[TokenText], pieces: PieceTable, offset: int) -> dict[str, Any]:
+    """OpenAI's first shape: parallel lists; text offsets in characters from the start of the echo."""
+    return {
+        "tokens": [_text(pieces, token.id) for token in tokens],
+        "token_logprobs": [finite(token.logprob.logprob) for token in tokens],
+        "top_logprobs": [_tops(pieces, token) for token in tokens],
+        "text_offset": [offset + token.start for token in tokens],
+    }
+
+
+def _tops(pieces: PieceTable, token: TokenText) -> dict[str, float]:
+    """Two ids may share a text; the likelier one stays. The sampled token is always among them, as OpenAI does."""
+    found: dict[str, float] = {}
+    for id_, logprob in zip(token.logprob.top_ids, token.logprob.top_logprobs, strict=True):
+        found.setdefault(_text(pieces, id_), finite(logprob))
+    found.setdefault(_text(pieces, token.id), finite(token.logprob.logprob))
+    return found
+
+
+def _text(pieces: PieceTable, id_: int) -> str:
+    data = pieces.bytes_of(id_)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

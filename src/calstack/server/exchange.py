@@ -1,0 +1,173 @@
+"""The course of every generating route: read, check, take a place, tokenise, generate, answer; and what happens when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from calstack.errors import CalstackError, UnavailableError
+from calstack.server.body import decode, read_body
+from calstack.server.choice import Delta, End
+from calstack.server.context import Context
+from calstack.server.errors import answer_of
+from calstack.server.generation import Generation
+from calstack.server.params import Generate
+from calstack.server.render import Collected, Renderer
+from calstack.server.sse import DONE, HEADERS, PING, event
+
+__all__ = ["Endpoint", "Plan", "request_id_of", "send_json"]
+
+_INLINE_BYTES = 1 << 16  # larger bodies are decoded off the event loop
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One request, understood."""
+
+    generate: Generate
+    prompts: int
+    """How many prompts it has."""
+    tokenise: Callable[[], list[list[int]]]
+    """Gives every prompt's ids; runs in a thread."""
+    renderer: Renderer
+    top_logprobs: int = -1
+
+
+class Endpoint:
+    """A generating route as an ASGI application.
+
+    Args:
+        context: the server's parts.
+        schema: of the request body.
+        understand: checks a decoded body and says what to do; raises CalstackError.
+    """
+
+    def __init__(self, context: Context, schema: type[Any], understand: Callable[[Context, Any, str], Plan]) -> None:
+        self._context, self._schema, self._understand = context, schema, understand
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival, request_id = time.monotonic(), request_id_of(scope)
+        self._context.ready()
+        body = await read_body(Request(scope, receive), self._context.config.limits.max_body_bytes)
+        plan = self._understand(self._context, await self._decode(body), request_id)
+        with Generation(self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs) as generation:
+            async with _watching(receive, generation.client_left):
+                try:
+                    await self._begin(plan, generation)
+                    await _Answer(self._context, plan, generation, send).run()
+                finally:
+                    scope["calstack.log"] |= generation.summary()
+
+    async def _decode(self, body: bytes) -> Any:
+        def work() -> Any:
+            return decode(body, self._schema, max_depth=self._context.config.limits.max_json_depth)
+
+        if len(body) <= _INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._context.pool, work)
+
+    async def _begin(self, plan: Plan, generation: Generation) -> None:
+        generation.reserve(plan.prompts)
+        prompts = await asyncio.get_running_loop().run_in_executor(self._context.pool, plan.tokenise)
+        generation.add_prompts(prompts, self._context.ready().context)
+        generation.start()
+
+
+class _Answer:
+    """Writes a generation to the client."""
+
+    def __init__(self, context: Context, plan: Plan, generation: Generation, send: Send) -> None:
+        self._context, self._plan, self._generation, self._send = context, plan, generation, send
+        self._started = False
+
+    async def run(self) -> None:
+        if not self._plan.generate.stream:
+            await self._whole()
+            return
+        try:
+            await self._stream()
+        except CalstackError as error:
+            if not self._started:
+                raise
+            answer = answer_of(error)
+            self._context.metrics.failed(answer.status)
+            await self._body(event(answer.body) + DONE, more=False)
+
+    async def _whole(self) -> None:
+        choices = [Collected(index) for index in range(self._generation.count)]
+        async for batch in self._generation.deltas(3600.0):
+            for delta in batch:
+                _raise_of(delta.end)
+                choices[delta.index].add(delta)
+        await send_json(self._send, 200, self._plan.renderer.whole(choices, self._generation))
+
+    async def _stream(self) -> None:
+        renderer = self._plan.renderer
+        async for batch in self._generation.deltas(self._context.config.limits.keepalive_s):
+            if batch:
+                await self._deltas(batch, renderer)
+            elif self._started:
+                await self._body(PING)
+        await self._body(b"".join(map(event, renderer.tail(self._generation))) + DONE, more=False)
+
+    async def _deltas(self, batch: list[Delta], renderer: Renderer) -> None:
+        """The status is held until the first token, so that an early error is a plain HTTP answer."""
+        if not self._started:
+            for delta in batch:
+                _raise_of(delta.end)
+            self._started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+        out: list[bytes] = []
+        for delta in batch:
+            if delta.end is not None and (delta.end.error or delta.end.cancelled):
+                await self._body(b"".join(out))
+                _raise_of(delta.end)
+            out.extend(map(event, renderer.chunks(delta)))
+        await self._body(b"".join(out))
+
+    async def _body(self, data: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _raise_of(end: End | None) -> None:
+    if end is not None and end.error is not None:
+        raise end.error
+    if end is not None and end.cancelled:
+        raise UnavailableError("the request was cancelled by the server")
+
+
+@contextlib.asynccontextmanager
+async def _watching(receive: Receive, on_left: Callable[[], None]) -> AsyncIterator[None]:
+    """Call `on_left` when the client closes the connection."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_left()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def request_id_of(scope: Scope) -> str:
+    """The request's id, set at the edge."""
+    return str(scope["calstack.request_id"])
+
+
+async def send_json(send: Send, status: int, value: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """One JSON answer."""
+    body = msgspec.json.encode(value)
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,138 @@
+"""Prometheus metrics on a registry of our own. Gauges are read when scraped; nothing polls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from calstack.server.admission import Admission
+from calstack.wire import EngineStats, LaunchTimes
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_MS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 10000.0)
+_LONG_MS = (1.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0, 5120.0, 10240.0, 40960.0, 163840.0)
+
+
+class Metrics:
+    """All metrics of the server.
+
+    Args:
+        admission: counts of what waits.
+        stats: the engine's last snapshot; None before the first.
+        device_status: index in DeviceStatus, -1 while no engine is ready.
+    """
+
+    def __init__(self, admission: Admission, stats: Callable[[], EngineStats | None], device_status: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        self.started = time.time()
+
+        def launch(name: str, text: str) -> Histogram:
+            return Histogram(f"calrt_{name}_ms", text, ["phase"], buckets=_MS, registry=self.registry)
+
+        self._infer = launch("infer", "Time a launch computed, ms")
+        self._h2d = launch("h2d", "Time a launch's inputs were copied to the device, ms")
+        self._d2h = launch("d2h", "Time a launch's outputs were copied back, ms")
+        self._framework = launch("framework", "Host time around a launch while the device had nothing to do, ms")
+        self._rows = Counter("calrt_launch_rows", "Rows computed", ["phase"], registry=self.registry)
+        self._padding = Counter("calrt_padding_rows", "Rows computed that belonged to no request", ["phase"], registry=self.registry)
+        self._buckets = Counter("calrt_submodel_launches", "Launches by submodel", ["submodel"], registry=self.registry)
+        self._errors = Counter("calrt_errors", "Errors answered, by HTTP status", ["code"], registry=self.registry)
+        self._requests = Counter("calrt_http_requests", "HTTP requests by route and status", ["route", "code"], registry=self.registry)
+        self._ended = Counter("calrt_choices", "Choices ended, by finish reason", ["reason"], registry=self.registry)
+        self._prompt = Counter("calrt_prompt_tokens", "Prompt tokens of ended choices", registry=self.registry)
+        self._cached = Counter("calrt_prompt_tokens_cached", "Prompt tokens found in the prefix cache", registry=self.registry)
+        self._output = Counter("calrt_output_tokens", "Tokens given to clients", registry=self.registry)
+        self._ttft = Histogram("calrt_ttft_ms", "From arrival to the first token, ms", buckets=_LONG_MS, registry=self.registry)
+        self._queue = Histogram("calrt_queue_ms", "Time a choice waited for a lane, ms", buckets=_LONG_MS, registry=self.registry)
+        self._tpot = Histogram("calrt_tpot_ms", "Time per output token after the first, ms", buckets=_MS, registry=self.registry)
+        self.registry.register(_Now(admission, stats, device_status))
+
+    def launches(self, launches: Iterable[LaunchTimes]) -> None:
+        """Observe completed launches."""
+        for one in launches:
+            self._infer.labels(one.phase).observe(one.infer_ms)
+            self._h2d.labels(one.phase).observe(one.h2d_ms)
+            self._d2h.labels(one.phase).observe(one.d2h_ms)
+            self._framework.labels(one.phase).observe(one.framework_ms)
+            self._rows.labels(one.phase).inc(one.rows)
+            self._padding.labels(one.phase).inc(max(0, one.rows - one.useful_rows))
+            self._buckets.labels(one.submodel).inc()
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an HTTP answer."""
+        self._requests.labels(route, str(status)).inc()
+        if status >= 400:
+            self.failed(status)
+
+    def failed(self, status: int) -> None:
+        """Count an error, also one inside a stream."""
+        self._errors.labels(str(status)).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """Observe the time to a choice's first token."""
+        self._ttft.observe(seconds * 1e3)
+
+    def ended(self, reason: str, *, prompt: int, cached: int, output: int, queue_ms: float | None, decode_ms: float | None) -> None:
+        """Count an ended choice."""
+        self._ended.labels(reason).inc()
+        self._prompt.inc(prompt)
+        self._cached.inc(cached)
+        self._output.inc(output)
+        if queue_ms is not None:
+            self._queue.observe(queue_ms)
+        if decode_ms is not None and output > 1:
+            self._tpot.observe(decode_ms / (output - 1))
+
+    def text(self) -> bytes:
+        """The exposition, format 0.0.4."""
+        return generate_latest(self.registry)
+
+
+class _Now(Collector):
+    """Gauges and engine counters, read at the scrape."""
+
+    def __init__(self, admission: Admission, stats: Callable[[], EngineStats | None], device_status: Callable[[], int]) -> None:
+        self._admission, self._stats, self._device_status = admission, stats, device_status
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        stats, admission = self._stats(), self._admission
+        yield GaugeMetricFamily("calrt_requests_in_flight", "Accepted choices that have not ended", value=admission.in_flight)
+        yield GaugeMetricFamily("calrt_queued_requests", "Accepted choices beyond those that can run", value=admission.waiting)
+        yield GaugeMetricFamily("calrt_queued_tokens", "Prompt tokens of choices without a first token", value=admission.waiting_tokens)
+        yield CounterMetricFamily("calrt_refused", "Choices refused because the queue was full", value=admission.refused)
+        yield GaugeMetricFamily("calrt_device_status", "Index of the device's status; -1 without an engine", value=self._device_status())
+        yield GaugeMetricFamily("calrt_kv_used_batches", "Lanes that hold a request", value=stats.lanes_used if stats else 0)
+        yield GaugeMetricFamily("calrt_kv_allocation_wait_ms", "Longest wait for KV blocks now, ms", value=stats.kv_wait_ms if stats else 0)
+        yield _by_chip(stats.dram_used_bytes if stats else ())
+        if stats is not None:
+            yield from _of_engine(stats)
+
+
+def _by_chip(used: tuple[int, ...]) -> Metric:
+    family = GaugeMetricFamily("calrt_device_dram_used_bytes", "Device memory in use, bytes", labels=["chip"])
+    for chip, value in enumerate(used or (0,)):
+        family.add_metric([str(chip)], value)
+    return family
+
+
+def _of_engine(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("calrt_running_requests", "Choices that hold a lane", value=stats.running)
+    yield GaugeMetricFamily("calrt_kv_used_blocks", "KV blocks in use", value=stats.kv_blocks_used)
+    yield GaugeMetricFamily("calrt_kv_total_blocks", "KV blocks", value=stats.kv_blocks_total)
+    times = CounterMetricFamily("calrt_step_seconds", "The engine's wall time by what it was spent on", labels=["label"])
+    for label, seconds in stats.times_s.items():
+        times.add_metric([label], seconds)
+    yield times
+    events = CounterMetricFamily("calrt_engine_events", "The engine core's counters", labels=["event"])
+    for name, value in stats.counters.items():
+        events.add_metric([name], value)
+    yield events

@@ -1,0 +1,23 @@
+"""Server-sent events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["DONE", "HEADERS", "PING", "event"]
+
+DONE = b"data: [DONE]\n\n"
+PING = b":\n\n"
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a reverse proxy must not gather events
+)
+_encode = msgspec.json.Encoder().encode
+
+
+def event(value: Any) -> bytes:
+    """One data event."""
+    return b"data: " + _encode(value) + b"\n\n"
