@@ -21,9 +21,7 @@ __all__ = ["engine"]
 @click.option("--completion", type=click.Choice(["event", "poll"]), default="event", show_default=True, help="How launches are waited for.")
 @click.option("--depth", default=2, show_default=True, help="Launches in flight.")
 @click.option("--prefill-chunk", default=0, show_default=True, help="Most prompt tokens of a launch; 0 = what the calbin allows.")
-@click.option(
-    "--itl-target-ms", default=50.0, show_default=True, help="Time between tokens that prefill leaves to streams; 0 = none."
-)
+@click.option("--itl-target-ms", default=50.0, show_default=True, help="Time between tokens that prefill leaves to streams; 0 = none.")
 @click.option("--kv-memory", type=Bytes(), default=0, show_default=True, help="Bytes for KV; 0 = every lane at full context.")
 @click.option("--max-queued-requests", default=256, show_default=True, help="Requests that may wait.")
 @click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
