@@ -85,6 +85,7 @@ class FakeDevice:
         self.launches: list[Launch] = []
         self.max_pending = 0
         self.resets = 0
+        self.poison = -1  # a launch that brings this token from the host fails
         self._subs = {s.key: s for s in facts.submodels}
         self._cells: dict[tuple[int, int], tuple[int, int]] = {}
         self._blocks = 0
@@ -217,6 +218,8 @@ class FakeDevice:
 
     def _run(self, job: _Job, end: int) -> None:
         error = self.faults.popleft() if self.faults else None
+        if error is None and self.poison >= 0 and any(self._sees(lane, self.poison) for lane in job.launch.lanes):
+            error = DeviceError("a poisoned token")
         if error is None:
             try:
                 lanes = tuple(self._lane(job.ticket, lane) for lane in job.launch.lanes)
@@ -225,6 +228,10 @@ class FakeDevice:
         else:
             lanes = ()
         self._ended[job.ticket] = self._completion(job, lanes, end, error)
+
+    @staticmethod
+    def _sees(lane: LaneInput, token: int) -> bool:
+        return not isinstance(lane.tokens, TokenFrom) and token in lane.tokens
 
     def _lane(self, ticket: Ticket, lane: LaneInput) -> LaneOutput:
         source = lane.tokens

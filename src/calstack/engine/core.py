@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from typing import Literal
 
 from calstack.devices.base import Completion, LaneOutput
-from calstack.engine.admission import Queue, check_submit, output_limit
+from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.costs import StepCosts, Work, wait_estimate_s
 from calstack.engine.kv import BlockPool
+from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
 from calstack.engine.result import Outbox, StepResult, error_value
 from calstack.engine.scheduler import Choice, Planner
@@ -61,21 +62,19 @@ class Core:
         self.context = min(facts.context, kv_blocks * facts.block_positions)
         self.max_lanes = min(self.options.max_lanes or facts.max_lanes, facts.max_lanes)
         cache = self.options.prefix_cache_bytes // max(facts.bytes_per_block, 1) if self.options.prefix_cache else 0
-        self.pool = BlockPool(kv_blocks, facts.block_positions, cache_limit=cache)
-        self.costs = StepCosts()
         self.counters: Counter[str] = Counter()
-        self.queue = Queue()
+        self.lanes = Lanes(self.max_lanes, BlockPool(kv_blocks, facts.block_positions, cache_limit=cache), self.counters)
+        self.pool, self.queue = self.lanes.pool, self.lanes.queue
+        self.costs = StepCosts()
         self.draining = False
         self._planner = Planner(facts)
         self._live: dict[str, Sequence] = {}
-        self._slots: list[Sequence | None] = [None] * self.max_lanes
         self._flights: dict[int, _Flight] = {}
         self._deadlines: list[tuple[int, int, str]] = []
         self._out = Outbox()
         self._ended: list[tuple[Completion, LaunchTimes]] = []
         self._orders = self._plans = 0
         self._last: Kind = "decode"
-        self._blocked_ns: int | None = None  # since when the head of the queue waits for blocks
         self._work_ns = self._device_ns = 0  # work exists since; the last launch ended at
 
     # --- the one entry ---------------------------------------------------------------------------------------------------------
@@ -85,11 +84,11 @@ class Core:
         for event in events:
             self._take(event, now_ns)
         self._expire(now_ns)
-        self._admit(now_ns)
-        launches = self._plan_all(now_ns)
+        self.lanes.admit(now_ns)
+        launches = self._plan_all()
         freed: list[int] = []
         if self.idle:
-            self.counters["leaks"] += self.pool.leaks() + sum(slot is not None for slot in self._slots)
+            self.counters["leaks"] += self.lanes.leaks()
             freed = self.pool.uncommitted()
         ended, self._ended = tuple(self._ended), []
         return StepResult(launches, self._out.take(), ended, tuple(freed), self._wake(), bool(self._live))
@@ -102,7 +101,7 @@ class Core:
     @property
     def running(self) -> list[Sequence]:
         """Requests that hold a lane."""
-        return [seq for seq in self._slots if seq is not None]
+        return self.lanes.running
 
     @property
     def in_flight(self) -> int:
@@ -111,7 +110,7 @@ class Core:
 
     def kv_wait_ns(self, now_ns: int) -> int:
         """How long the head of the queue has been waiting for blocks."""
-        return now_ns - self._blocked_ns if self._blocked_ns is not None else 0
+        return now_ns - self.lanes.blocked_ns if self.lanes.blocked is not None else 0
 
     # --- events ----------------------------------------------------------------------------------------------------------------
 
@@ -153,7 +152,7 @@ class Core:
             return
         if seq.deadline_ns:
             heapq.heappush(self._deadlines, (seq.deadline_ns, seq.order, seq.request))
-        self._admit(now_ns)
+        self.lanes.admit(now_ns)
 
     def _check(self, submit: Submit) -> None:
         check_submit(submit, self.facts, context=self.context, options=self.options)
@@ -178,12 +177,7 @@ class Core:
         self.counters["resets"] += 1
         self._flights.clear()
         for seq in sorted(self.running, key=lambda s: s.rank):
-            seq.restarts += 1
-            if seq.restarts > self.options.max_restarts:
-                self._end(seq, "error", now_ns, error=UnavailableError(f"the device failed again and again: {cause.what}"))
-            else:
-                self._vacate(seq, Phase.WAITING)
-                self.queue.push(seq)
+            self._restart(seq, cause, now_ns)
         self.pool.forget()
 
     # --- ends ------------------------------------------------------------------------------------------------------------------
@@ -193,11 +187,7 @@ class Core:
         if flight is None:
             return
         if done.completion is None:
-            error = done.error or DeviceError("the launch failed", where=flight.submodel)
-            self.counters["failed_launches"] += 1
-            for lane in flight.lanes:
-                if lane.live:
-                    self._end(lane.seq, "error", now_ns, error=error)
+            self._failed(flight, done.error or DeviceError("the launch failed", where=flight.submodel), now_ns)
             return
         useful = sum(lane.count for lane in flight.lanes if lane.live)
         for lane, output in zip(flight.lanes, done.completion.lanes, strict=True):
@@ -205,13 +195,32 @@ class Core:
                 self._lane_done(lane, output, now_ns)
         self._account(flight, done.completion, useful)
 
+    def _failed(self, flight: _Flight, error: DeviceError, now_ns: int) -> None:
+        """A launch failed for good. Of several requests each is tried again by itself, so that only the guilty one ends."""
+        self.counters["failed_launches"] += 1
+        for lane in flight.lanes:
+            if lane.live and len(flight.lanes) == 1:
+                self._end(lane.seq, "error", now_ns, error=error)
+            elif lane.live:
+                lane.seq.solo = True
+                self._restart(lane.seq, error, now_ns)
+
+    def _restart(self, seq: Sequence, cause: DeviceError, now_ns: int) -> None:
+        """Queue a running request to start over from its known ids, a bounded number of times."""
+        seq.restarts += 1
+        if seq.restarts > self.options.max_restarts:
+            self._end(seq, "error", now_ns, error=UnavailableError(f"the device failed again and again: {cause.what}"))
+        else:
+            self.lanes.requeue(seq)
+
     def _lane_done(self, lane: _LaneRef, output: LaneOutput, now_ns: int) -> None:
         seq = lane.seq
         seq.done = lane.end
-        self._publish(seq)
+        self.lanes.publish(seq)
         if not lane.emit:
             return
         seq.pending.popleft()
+        seq.solo = seq.submit.alone
         seq.first_token_ns = seq.first_token_ns or now_ns
         if output.token in seq.stops:
             self._end(seq, "stop", now_ns, stop_id=output.token)
@@ -224,14 +233,6 @@ class Core:
         self._out.token(seq.request, output.token, logprob)
         if len(seq.output) >= seq.limit:
             self._end(seq, "length", now_ns)
-
-    def _publish(self, seq: Sequence) -> None:
-        """Name blocks that are full of computed, known ids."""
-        size = self.pool.positions
-        while self.pool.cache_limit and seq.submit.cache_prompt and (seq.hashed + 1) * size <= seq.done:
-            start = seq.hashed * size
-            seq.key = self.pool.publish(seq.key, seq.ids(start, start + size), seq.blocks[seq.hashed])
-            seq.hashed += 1
 
     def _account(self, flight: _Flight, c: Completion, useful: int) -> None:
         rows = sum(lane.count for lane in flight.lanes)
@@ -260,18 +261,13 @@ class Core:
         if seq.phase is Phase.WAITING:
             self.queue.remove(seq)
         usage = seq.usage(now_ns, extra=1 if reason == "stop" else 0)
-        self._vacate(seq, Phase.ENDED)
+        self.lanes.vacate(seq, Phase.ENDED)
         del self._live[seq.request]
         if reason in ("stop", "length"):
             self.costs.ended(len(seq.output), seq.limit)
         self.counters[f"ended_{reason}"] += 1
         value = error_value(error) if error else None
         self._out.finish(seq.request, Finish(reason=reason, stop_id=stop_id, error=value, usage=usage))
-
-    def _vacate(self, seq: Sequence, phase: Phase) -> None:
-        if seq.slot >= 0:
-            self._slots[seq.slot] = None
-        self.pool.release(seq.stop(phase))
 
     def _expire(self, now_ns: int) -> None:
         """End requests whose deadline has passed, and a head of the queue that has waited too long for blocks."""
@@ -280,74 +276,20 @@ class Core:
             seq = self._live.get(request)
             if seq is not None and seq.order == order:
                 self._end(seq, "error", now_ns, error=DeadlineError("the deadline passed"))
-        limit = self.options.kv_wait_timeout_s
-        head = self.queue.head
+        limit, head = self.options.kv_wait_timeout_s, self.lanes.blocked
         if limit and head is not None and self.kv_wait_ns(now_ns) > limit * 1e9:
-            self._blocked_ns = None
             error = OverloadedError(f"no KV blocks within {limit:.0f} s", retry_after=max(self.retry_after_s(), 1.0))
             self._end(head, "error", now_ns, error=error)
 
     def _wake(self) -> int | None:
         times = [self._deadlines[0][0]] if self._deadlines else []
-        if self._blocked_ns is not None and self.options.kv_wait_timeout_s:
-            times.append(self._blocked_ns + int(self.options.kv_wait_timeout_s * 1e9) + 1)
+        if self.lanes.blocked is not None and self.options.kv_wait_timeout_s:
+            times.append(self.lanes.blocked_ns + int(self.options.kv_wait_timeout_s * 1e9) + 1)
         return min(times, default=None)
-
-    # --- lanes and blocks ------------------------------------------------------------------------------------------------------
-
-    def _admit(self, now_ns: int) -> None:
-        """Give lanes and blocks to the queue's head while it can have them; nobody overtakes it."""
-        while (head := self.queue.head) is not None and None in self._slots and self._may_join(head):
-            if not self._start(head, now_ns):
-                self._blocked_ns = now_ns if self._blocked_ns is None else self._blocked_ns
-                return
-            self._blocked_ns = None
-        if self.queue.head is None:
-            self._blocked_ns = None
-
-    def _may_join(self, head: Sequence) -> bool:
-        running = self.running
-        return not running or not (head.submit.alone or any(seq.submit.alone for seq in running))
-
-    def _start(self, seq: Sequence, now_ns: int) -> bool:
-        shared, key = self._match(seq)
-        more = self.pool.take(self.facts.blocks_for(seq.length + 1) - len(shared))
-        if more is None:
-            self.pool.release(shared)
-            return False
-        self.queue.remove(seq)
-        cached = len(shared) * self.pool.positions
-        slot = self._slots.index(None)
-        self._slots[slot] = seq
-        seq.start(slot, [*shared, *more], len(shared), key, cached, now_ns)
-        self.counters["cached_tokens"] += cached
-        return True
-
-    def _match(self, seq: Sequence) -> tuple[list[int], bytes]:
-        if not seq.submit.cache_prompt or not self.pool.cache_limit:
-            return [], seq.key
-        limit = (seq.length - 1) // self.pool.positions  # the last id must be computed: it gives the next token
-        return self.pool.match(seq.key, seq.ids(0, seq.length), limit)
-
-    def _room(self, seq: Sequence) -> bool:
-        """Make sure that the next position has a block; a request without tokens in flight may preempt the youngest."""
-        if seq.planned < len(seq.blocks) * self.pool.positions:
-            return True
-        while (block := self.pool.take(1)) is None:
-            if seq.pending:
-                return False
-            victim = max(self.running, key=lambda s: s.rank)
-            self.counters["preemptions"] += 1
-            self._vacate(victim, Phase.WAITING)
-            self.queue.push(victim)
-            if victim is seq:
-                return False
-        seq.blocks.extend(block)
-        return True
 
     # --- planning --------------------------------------------------------------------------------------------------------------
 
-    def _plan_all(self, now_ns: int) -> tuple[LaunchPlan, ...]:
+    def _plan_all(self) -> tuple[LaunchPlan, ...]:
         launches: list[LaunchPlan] = []
         while len(self._flights) < self.options.depth:
             plan = self._plan()
@@ -378,7 +320,7 @@ class Core:
 
     def _decode(self) -> LaunchPlan | None:
         ready = [s for s in self.running if not s.prefilling and s.to_come > 0 and self._may_run_ahead(s)]
-        granted = [s for s in sorted(ready, key=lambda s: s.rank) if s.phase is Phase.RUNNING and self._room(s)]
+        granted = [s for s in sorted(ready, key=lambda s: s.rank) if s.phase is Phase.RUNNING and self.lanes.room(s)]
         granted = [s for s in granted if s.phase is Phase.RUNNING]
         if not granted:
             return None

@@ -27,7 +27,7 @@ class Sequence:
 
     __slots__ = (
         "arrival_ns", "blocks", "cached", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key", "last_plan", "limit", "order",
-        "output", "pending", "phase", "planned", "request", "restarts", "slot", "started_ns", "stops", "submit", "target",
+        "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo", "started_ns", "stops", "submit", "target",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int]) -> None:
@@ -39,6 +39,7 @@ class Sequence:
         self.phase = Phase.WAITING
         self.epoch = 0  # raised when blocks are lost: ends of launches of an older epoch are discarded
         self.restarts = 0
+        self.solo = submit.alone  # runs without batch mates
         self.cached = 0  # prompt positions taken from the prefix cache at the first start
         self.started_ns = self.first_token_ns = 0
         self._clear()

@@ -7,6 +7,7 @@ failure the launch and everything submitted behind it are simply run again in th
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,6 +100,9 @@ class Runtime:
             return
         ticket = self._void[0] if self._void else (_ticket(self._flying[0]) if self._flying else None)
         if ticket is None:
+            if self._waiting:
+                time.sleep(min(timeout_s, max(self._not_before_ns - self._clock.now_ns(), 0) / 1e9))
+                self._pump()
             return
         completion = self.device.wait(ticket, timeout_s)
         if completion is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.facts import small_facts
-from tests.support.harness import Harness
 
 from calstack.engine.options import EngineOptions
 from calstack.errors import DeviceFatal, DeviceNeedsReset, DeviceRetryable
 from calstack.specs import SamplingParams
 from calstack.wire import Cancel, Drain
+from tests.support.facts import small_facts
+from tests.support.harness import Harness
 
 SEEDED = SamplingParams(temperature=0.8, top_k=40)
 PENALISED = SamplingParams(temperature=0.9, repetition_penalty=1.2)
@@ -228,6 +228,14 @@ def test_a_launch_that_never_succeeds_ends_its_requests_only() -> None:
     assert h.ends["a"].error is not None
     assert h.ends["a"].error.kind == "DeviceRetryable"
     assert h.ids["b"] == h.alone("b")
+
+
+def test_a_poisonous_request_ends_alone() -> None:
+    h = Harness(small_facts())
+    h.device.poison = 90
+    h.run(*[h.submit(f"r{i}", prompt=(i, i + 1, 90 if i == 2 else 80), max_tokens=12, seed=i) for i in range(4)])
+    assert {n: e.reason for n, e in h.ends.items()} == {"r0": "length", "r1": "length", "r2": "error", "r3": "length"}
+    assert all(h.ids[n] == h.alone(n) for n in ("r0", "r1", "r3"))
 
 
 def test_a_reset_recomputes_running_requests_with_the_same_tokens() -> None:
