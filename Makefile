@@ -5,6 +5,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8080
 MODEL ?= smollm2-135m
 SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help setup compiler native serve check test test-full test-live bench gen wheel clean
 
@@ -49,7 +50,9 @@ native: .venv/.tools  ## build the compiled module (incremental)
 # --- what a user runs ----------------------------------------------------------------------------------------------------
 
 serve: native .venv/.serve  ## fetch, compile, verify and serve $(MODEL) on $(HOST):$(PORT)
-	@exec tools/serve_demo.sh $(MODEL) $(HOST) $(PORT)
+	@calbin=$$(.venv/bin/calstack pull $(MODEL) | tail -n 1) && \
+	  .venv/bin/calstack verify "$$calbin" >&2 && \
+	  exec .venv/bin/calstack serve "$$calbin" --host $(HOST) --port $(PORT)
 
 # --- what a contributor and CI run ---------------------------------------------------------------------------------------
 
