@@ -15,6 +15,7 @@ __all__ = ["CALBIN", "Bytes", "Ints", "Quant", "compile_options", "device_option
 
 F = TypeVar("F", bound=Callable[..., Any])
 CALBIN = click.Path(path_type=Path)
+_SWITCH = {"on": True, "off": False}
 _SIZE = re.compile(r"(\d+)([kmgt]?)(i?b)?\Z", re.IGNORECASE)
 
 
@@ -58,7 +59,7 @@ class Quant(click.ParamType[QuantSpec]):
             return value
         try:
             return parse_quant(str(value))
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             formats = ", ".join(WeightFormat)
             self.fail(f"{value!r}: {error}; say FORMAT[,group=N][,min=on|off][,head=FORMAT][,GLOB=FORMAT]; formats: {formats}", param, ctx)
 
@@ -76,7 +77,7 @@ def parse_quant(text: str) -> QuantSpec:
         if key == "group":
             group = int(value)
         elif key == "min":
-            minimum = {"on": True, "off": False}.get(value, True)
+            minimum = _SWITCH[value]
         elif key == "head":
             head = WeightFormat(value)
         else:
