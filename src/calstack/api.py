@@ -1,0 +1,140 @@
+"""The package in Python: compile a model, verify a calbin. The only room beside `quality` that sees both sides.
+
+The compile side is imported when it is used, so that a serving install needs none of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calstack.calbin.reader import open_calbin
+from calstack.devices.base import OpenOptions
+from calstack.devices.registry import open_device
+from calstack.errors import ArtifactError
+from calstack.progress import Progress, Silent
+from calstack.quality.verify import VerifyReport, verify_calbin
+from calstack.runtime.direct import DirectRunner
+from calstack.specs import KVDType, QuantSpec, WeightFormat
+
+if TYPE_CHECKING:
+    from calstack.compiler.options import CompileOptions as CompilerOptions
+    from calstack.graph.model import GraphBundle
+
+__all__ = ["CompileOptions", "VerifyReport", "compile_model", "open_direct", "quality_summary", "verify"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """What to compile. Every field has the default that suits serving."""
+
+    target: str = "cpu"
+    quant: QuantSpec = dataclasses.field(default_factory=QuantSpec)
+    batches: tuple[int, ...] = (1, 4, 8, 16)  # of the decode submodels
+    context: int | None = None  # most positions of a request; None = the model's own, at most 8,192
+    kv_dtype: KVDType | None = None  # None = f32 for f32 weights, else bf16
+    keep_onnx: Path | None = None  # write the graphs there too
+    quality: bool = True  # measure the quality card
+    quality_text: str | None = None  # None = the bundled text
+
+    def for_compiler(self) -> CompilerOptions:
+        """The compiler's part."""
+        from calstack.compiler.options import CompileOptions as Options
+
+        plain = KVDType.F32 if self.quant.default is WeightFormat.F32 else KVDType.BF16
+        return Options(
+            target=self.target, quant=self.quant, batches=self.batches, context=self.context or 0, kv_dtype=self.kv_dtype or plain
+        )
+
+
+def compile_model(
+    source: str | Path,
+    out: str | Path,
+    *,
+    options: CompileOptions | None = None,
+    progress: Progress | None = None,
+    replace: bool = False,
+) -> Path:
+    """Compile a GGUF file, a Hugging Face directory or a kept ONNX directory into a sealed calbin at `out`.
+
+    Raises:
+        SourceError, UnsupportedError, UsageError: one line each; nothing is left behind then.
+    """
+    from calstack.calbin.writer import CalbinWriter
+    from calstack.compiler.pipeline import compile_into
+    from calstack.frontends import open_source
+    from calstack.graph.evaluate import Oracle
+    from calstack.quality.join import add_quality
+    from calstack.quality.text import QualityText
+
+    options, progress = options or CompileOptions(), progress or Silent()
+    wanted = options.for_compiler()
+    with CalbinWriter(Path(out), replace=replace) as writer:
+        progress.stage("open")
+        bundle = open_source(Path(source))
+        manifest = compile_into(bundle, writer, wanted, progress)
+        if options.keep_onnx is not None:
+            _keep_onnx(bundle, options.keep_onnx, progress)
+        text = None if options.quality_text is None else QualityText("given text", options.quality_text)
+        manifest = add_quality(writer, manifest, Oracle(bundle), bundle.tokenizer_json, progress, card=options.quality, text=text)
+        return writer.seal(manifest)
+
+
+def _keep_onnx(bundle: GraphBundle, out: Path, progress: Progress) -> None:
+    from calstack.frontends.onnx_dir import keep_onnx
+
+    progress.stage("keep graphs")
+    keep_onnx(bundle, out)
+
+
+def verify(calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None) -> VerifyReport:
+    """Hash every file of a calbin, then run each submodel's goldens on a device.
+
+    Raises:
+        ArtifactError: when a file is damaged. DeviceError: when the device fails.
+    """
+    opened = open_device(device, OpenOptions(isa=isa, threads=threads))
+    try:
+        return verify_calbin(Path(calbin), opened, progress or Silent())
+    finally:
+        opened.close()
+
+
+def open_direct(
+    calbin: str | Path,
+    *,
+    device: str = "cpu",
+    isa: str = "",
+    threads: int = 0,
+    lanes: int = 1,
+    positions: int = 0,
+    completion: str = "event",
+) -> DirectRunner:
+    """A calbin on a device without scheduler or engine; `positions` of 0 means its whole context.
+
+    Raises:
+        ArtifactError, DeviceError, UsageError.
+    """
+    manifest = open_calbin(Path(calbin)).manifest
+    opened = open_device(device, OpenOptions(isa=isa, threads=threads, completion=completion))
+    most = max(s.context for s in manifest.submodels)
+    return DirectRunner(opened, Path(calbin), manifest, lanes=lanes, positions=positions or most)
+
+
+def quality_summary(calbin: str | Path) -> dict[str, float | str]:
+    """The calbin's quality card as a flat mapping; empty when none was measured.
+
+    Raises:
+        ArtifactError: when the card is damaged.
+    """
+    opened = open_calbin(Path(calbin))
+    if not opened.has("quality.json"):
+        return {}
+    try:
+        card = json.loads(opened.read("quality.json"))
+        numbers = {key: float(card[key]) for key in ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "top1")}
+        return {"text": str(card["text"]["name"]), **numbers}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"is not a quality card: {error!r}", where="quality.json", remedy="compile the model again") from error
