@@ -103,7 +103,9 @@ nb::list kv_move(CpuDevice& device, int calbin, nb::handle moves) {
   std::vector<Move> list;
   nb::list saved;
   for (nb::handle h : moves) {
-    auto [kind, src, dst, data] = nb::cast<std::tuple<int, int, int, nb::bytes>>(h);
+    nb::tuple t = nb::cast<nb::tuple>(h);
+    const int kind = nb::cast<int>(t[0]), src = nb::cast<int>(t[1]), dst = nb::cast<int>(t[2]);
+    nb::bytes data = nb::cast<nb::bytes>(t[3]);
     Move m{static_cast<MoveKind>(kind), src, dst, reinterpret_cast<const uint8_t*>(data.c_str()), nullptr};
     if (m.kind == MoveKind::copy || m.kind == MoveKind::save) known(src);
     if (m.kind != MoveKind::save) known(dst);

@@ -119,6 +119,7 @@ size_t read_tokens(nb::handle input, Slot& slot, Lane& lane) {
   d.rows += lane.cur;
   if (nb::hasattr(tokens, "ticket")) {
     lane.from_ticket = get<int64_t>(tokens, "ticket");
+    if (lane.from_ticket <= 0) refuse("tokens", "name no launch");
     lane.from_lane = get<int>(tokens, "lane");
     return 12;
   }

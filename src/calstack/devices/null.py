@@ -176,6 +176,7 @@ class NullDevice:
         for job in self._queue:
             if job.ticket == ticket and job.start_ns > self._clock.now_ns():
                 self._queue.remove(job)
+                del self._sampled[ticket]
                 self._ended[ticket] = job.failed(CancelledError("the launch was cancelled", where="null"), self._clock.now_ns())
                 self._replan()
                 return True
