@@ -73,7 +73,7 @@ def compile_model(
     wanted = options.for_compiler()
     with CalbinWriter(Path(out), replace=replace) as writer:
         progress.stage("open")
-        bundle = open_source(Path(source))
+        bundle = open_source(Path(source), progress=progress)
         manifest = compile_into(bundle, writer, wanted, progress)
         if options.keep_onnx is not None:
             _keep_onnx(bundle, options.keep_onnx, progress)
@@ -85,8 +85,7 @@ def compile_model(
 def _keep_onnx(bundle: GraphBundle, out: Path, progress: Progress) -> None:
     from calstack.frontends.onnx_dir import keep_onnx
 
-    progress.stage("keep graphs")
-    keep_onnx(bundle, out)
+    keep_onnx(bundle, out, progress=progress)
 
 
 def verify(calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None) -> VerifyReport:

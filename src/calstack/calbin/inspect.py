@@ -81,10 +81,11 @@ def _quality_lines(calbin: Calbin) -> list[str]:
     try:
         card = json.loads(calbin.read("quality.json"))
         text = card["text"]
-        return [
+        line = (
             f"quality on {text['name']} ({card['windows']} windows of {card['window']} tokens): perplexity {card['perplexity']:.4f} "
             f"(reference {card['reference_perplexity']:.4f}), mean KL {card['kl_mean']:.5f}, top-1 {100 * card['top1']:.2f} %"
-        ]
+        )
+        return [line]
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"is not a quality card: {error!r}", where="quality.json", remedy="compile the model again") from error
 

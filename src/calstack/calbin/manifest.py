@@ -66,6 +66,7 @@ class SourceInfo(_Node, frozen=True, kw_only=True):
     name: str
     licence: str = ""
     files: tuple[SourceFile, ...] = ()
+    origin: Literal["", "gguf", "hf", "config"] = ""  # of an onnx_dir: the kind of source its graphs were written from
 
 
 class Chip(_Node, frozen=True, kw_only=True):

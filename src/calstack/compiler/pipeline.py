@@ -88,7 +88,8 @@ def plan_bundle(bundle: GraphBundle, options: CompileOptions) -> Plan:
     context = options.check(bundle.spec)
     target = load_target(options.target)
     inventory = take_inventory([bundle.prefill, bundle.decode])
-    table = ParameterTable(bundle.tensors, options.quant, keep=bundle.source.kind != "hf")
+    origin = bundle.source.origin or bundle.source.kind
+    table = ParameterTable(bundle.tensors, options.quant, keep=origin != "hf")
     prefill, decode = lower(fuse_graph(bundle.prefill), table), lower(fuse_graph(bundle.decode), table)
     kv = _kv_spec([prefill, decode], options.kv_dtype)
     return Plan(inventory, draft_submodels(prefill, decode, kv, options, context), table, kv, target)

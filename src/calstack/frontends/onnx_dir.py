@@ -29,6 +29,7 @@ from calstack.frontends.onnx_write import keep_onnx
 from calstack.frontends.reading import bad, hash_files, map_file, read_small
 from calstack.graph.blocks import KINDS
 from calstack.graph.model import GraphBundle, StoredTensor
+from calstack.graph.names import KIND_KEY
 from calstack.graph.verify import verify
 from calstack.graph.walk import kv_layers, weights_of
 from calstack.progress import Progress
@@ -56,8 +57,10 @@ def open_onnx_dir(directory: Path, *, progress: Progress) -> GraphBundle:
     _check_same_weights(directory, reader, floats, decode)
     tensors, changed = _match_stored(directory, index, floats, progress)
     for name, tensor in tensors.items():
-        attach(prefill.graph.initializers[name], tensor)
-        attach(decode.graph.initializers[name], tensor)
+        for graph in (prefill.graph, decode.graph):
+            attach(graph.initializers[name], tensor)
+            if name in index.tensors:  # a changed weight is quantised anew into the form its source had
+                graph.initializers[name].metadata_props[KIND_KEY] = index.tensors[name].kind
     return GraphBundle(
         spec=spec,
         prefill=prefill,
@@ -183,4 +186,6 @@ def _source(directory: Path, index: layout.Index, changed: list[str], progress: 
     names = [layout.PREFILL, layout.DECODE, layout.INDEX, layout.TOKENIZER]
     names += [name for name in (layout.WEIGHTS,) if changed and (directory / name).is_file()]
     files = hash_files([directory / name for name in names], directory, progress)
-    return SourceInfo(kind="onnx_dir", name=index.source.name, licence=index.source.licence, files=files)
+    source = index.source
+    origin = source.kind if source.kind != "onnx_dir" else source.origin
+    return SourceInfo(kind="onnx_dir", name=source.name, licence=source.licence, files=files, origin=origin)
