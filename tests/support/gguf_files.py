@@ -1,0 +1,178 @@
+"""Writes small GGUF files, right or wrong on purpose."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calstack.frontends.safetensors import read_safetensors
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+GGML = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30, "Q6_K": 14}
+U32, F32, BOOL, STRING, ARRAY, U64, I32 = 4, 6, 7, 8, 9, 10, 5
+
+
+def string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def value(item: Any) -> bytes:
+    """A typed metadata value: type code and bytes."""
+    if isinstance(item, bool):
+        return struct.pack("<I?", BOOL, item)
+    if isinstance(item, int):
+        return struct.pack("<II", U32, item)
+    if isinstance(item, float):
+        return struct.pack("<If", F32, item)
+    if isinstance(item, str):
+        return struct.pack("<I", STRING) + string(item)
+    if isinstance(item, list) and isinstance(item[0], str):
+        return struct.pack("<IIQ", ARRAY, STRING, len(item)) + b"".join(map(string, item))
+    return struct.pack("<IIQ", ARRAY, I32, len(item)) + np.asarray(item, "<i4").tobytes()
+
+
+def gguf_bytes(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...], bytes]], *, alignment: int = 32) -> bytes:
+    """A whole GGUF version 3 file; tensors are name -> (kind, shape outermost first, bytes)."""
+    out = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    out += [string(key) + value(item) for key, item in metadata.items()]
+    data, offset = [], 0
+    for name, (kind, shape, raw) in tensors.items():
+        dims = struct.pack(f"<{len(shape)}Q", *shape[::-1])
+        out.append(string(name) + struct.pack("<I", len(shape)) + dims + struct.pack("<IQ", GGML[kind], offset))
+        padded = raw + bytes(-len(raw) % alignment)
+        data.append(padded)
+        offset += len(padded)
+    head = b"".join(out)
+    return head + bytes(-len(head) % alignment) + b"".join(data)
+
+
+def quantise(kind: str, rows: np.ndarray) -> bytes:
+    """Plain rounding to a kind: good enough to be different from the floats."""
+    flat = np.ascontiguousarray(rows, np.float32)
+    if kind == "F32":
+        return flat.tobytes()
+    if kind == "F16":
+        return flat.astype(np.float16).tobytes()
+    if kind == "BF16":
+        return (flat.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return _QUANTISERS[kind](flat.reshape(-1, 32))
+
+
+def _q8_0(blocks: np.ndarray) -> bytes:
+    scale = (np.abs(blocks).max(1) / 127).astype(np.float16)
+    codes = np.rint(blocks / np.maximum(scale.astype(np.float32), 1e-8)[:, None]).clip(-127, 127).astype(np.int8)
+    return np.concatenate((scale[:, None].view(np.uint8), codes.view(np.uint8)), 1).tobytes()
+
+
+def _nibbles(codes: np.ndarray) -> np.ndarray:
+    return (codes[:, :16] | (codes[:, 16:] << 4)).astype(np.uint8)
+
+
+def _q4_0(blocks: np.ndarray) -> bytes:
+    scale = (np.abs(blocks).max(1) / 7).astype(np.float16)
+    codes = (np.rint(blocks / np.maximum(scale.astype(np.float32), 1e-8)[:, None]) + 8).clip(0, 15).astype(np.uint8)
+    return np.concatenate((scale[:, None].view(np.uint8), _nibbles(codes)), 1).tobytes()
+
+
+def _q4_1(blocks: np.ndarray) -> bytes:
+    low = blocks.min(1).astype(np.float16)
+    scale = ((blocks.max(1) - blocks.min(1)) / 15).astype(np.float16)
+    steps = (blocks - low.astype(np.float32)[:, None]) / np.maximum(scale.astype(np.float32), 1e-8)[:, None]
+    codes = np.rint(steps).clip(0, 15).astype(np.uint8)
+    return np.concatenate((scale[:, None].view(np.uint8), low[:, None].view(np.uint8), _nibbles(codes)), 1).tobytes()
+
+
+_QUANTISERS: dict[str, Callable[[np.ndarray], bytes]] = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1}
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of an HF parameter."""
+    for long, short in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output")):
+        if name.startswith(long):
+            return short + name[len(long) :]
+    layer, rest = name.removeprefix("model.layers.").split(".", 1)
+    stem, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_NAMES[stem]}.{kind}"
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """HF's halves order -> rotated pairs side by side, as converters write q and k of `llama`."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def tiny_parts(model: str, kind: str) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], bytes]]]:
+    """Metadata and tensors of a tiny model of tests/data as a converter would write them; matrices in `kind`."""
+    config = json.loads((DATA / model / "config.json").read_text())
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]} if config["model_type"] == "llama" else {}
+    tensors = {}
+    for name, tensor in read_safetensors(DATA / model / "model.safetensors").items():
+        values = tensor.float32()
+        stem = name.split(".")[-2]
+        values = interleave(values, heads[stem]) if stem in heads else values
+        used = kind if values.ndim == 2 else "F32"
+        tensors[gguf_name(name)] = (used, values.shape, quantise(used, values))
+    return _tiny_metadata(model, config), tensors
+
+
+def _tiny_metadata(model: str, config: dict[str, Any]) -> dict[str, Any]:
+    arch = config["model_type"]
+    tokenizer = json.loads((DATA / model / "tokenizer.json").read_text())
+    vocabulary = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+    special = {item["content"] for item in tokenizer["added_tokens"]}
+    return {
+        "general.architecture": arch,
+        "general.name": model,
+        "general.license": "apache-2.0",
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": config["num_attention_heads"],
+        f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{arch}.attention.key_length": config["head_dim"],
+        f"{arch}.attention.value_length": config["head_dim"],
+        f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{arch}.rope.freq_base": config["rope_parameters"]["rope_theta"],
+        f"{arch}.rope.dimension_count": config["head_dim"],
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": vocabulary,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in vocabulary],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 3,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": json.loads((DATA / model / "tokenizer_config.json").read_text())["chat_template"],
+    }
+
+
+def write_tiny_gguf(path: Path, model: str = "tiny-llama", kind: str = "Q8_0", **changed: Any) -> Path:
+    """A tiny model as a GGUF file. `changed` metadata replaces keys (dots as double underscores); None removes one."""
+    metadata, tensors = tiny_parts(model, kind)
+    for key, item in changed.items():
+        metadata.pop(key.replace("__", "."), None)
+        if item is not None:
+            metadata[key.replace("__", ".")] = item
+    path.write_bytes(gguf_bytes(metadata, tensors))
+    return path
