@@ -14,6 +14,7 @@ from calstack.calbin.reader import open_calbin
 from calstack.devices.base import OpenOptions
 from calstack.devices.registry import open_device
 from calstack.errors import ArtifactError
+from calstack.llm import LLM, load
 from calstack.progress import Progress, Silent
 from calstack.quality.verify import VerifyReport, verify_calbin
 from calstack.runtime.direct import DirectRunner
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from calstack.compiler.options import CompileOptions as CompilerOptions
     from calstack.graph.model import GraphBundle
 
-__all__ = ["CompileOptions", "VerifyReport", "compile_model", "open_direct", "quality_summary", "verify"]
+__all__ = ["LLM", "CompileOptions", "VerifyReport", "compile_model", "load", "open_direct", "quality_summary", "verify"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

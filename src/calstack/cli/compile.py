@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,9 +103,7 @@ def _compile(source: str, out: Path, options: CompileOptions, cache: Path, progr
     from calstack.frontends import hub
 
     path = hub.resolve(source, cache, progress)
-    if force and out.exists():
-        shutil.rmtree(out)
-    api.compile_model(str(path), out, options=options, progress=progress)
+    api.compile_model(path, out, options=options, progress=progress, replace=force)
 
 
 def _print_path(out: Path, as_json: bool) -> None:
