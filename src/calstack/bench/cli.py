@@ -45,7 +45,7 @@ class _Ints(click.ParamType[tuple[int, ...]]):
 @click.option("--depth", type=_Ints(), default="64", show_default=True, help="Cache depths of the decode rows.")
 @click.option("--batch", type=_Ints(), default="1", show_default=True, help="Sequences; batches over 1 run at the first depth only.")
 @click.option("--peer", "peer_names", default="", help=f"Peers to alternate with, comma-separated: {', '.join(PEERS)}.")
-@click.option("--peer-model", type=click.Path(path_type=Path), help="Model file for the peers; default: the calbin's own source file.")
+@click.option("--peer-model", type=click.Path(path_type=Path), help="Model file for the peers: the one the calbin was compiled from.")
 @click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Counted rounds; one more warms up.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Worker threads, ours and the peers'; 0 = one per core.")
 @click.option("--device", default="cpu", show_default=True)
@@ -84,9 +84,9 @@ def _open_peers(
 ) -> list[tuple[str, Subject]]:
     if not names:
         return []
-    source = model or api.source_file(calbin)
-    if source is None:
-        raise UsageError("the calbin's source file is not in the cache", where=str(calbin), remedy="name it with --peer-model")
+    if model is None:
+        raise UsageError("a peer needs the model file", where=str(calbin), remedy="name it with --peer-model")
+    source = model
     return [(name, open_peer(name, source, threads=threads, context=context, lanes=lanes)) for name in names]
 
 
