@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Generator
 
 import click
+import prometheus_client
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
@@ -75,22 +76,37 @@ def serve(config: ServeConfig) -> int:
     return 0
 
 
-async def run(config: ServeConfig, switch: StopSwitch, on_ready: Callable[[Started], None]) -> None:
-    """Serve until the switch is pressed; `on_ready` is called once, when the first request can be answered.
+async def run(
+    config: ServeConfig,
+    switch: StopSwitch,
+    on_ready: Callable[[Started], None],
+    on_listening: Callable[[Started], None] | None = None,
+) -> None:
+    """Serve until the switch is pressed.
+
+    Args:
+        config: what to serve.
+        switch: pressed to stop.
+        on_ready: called once, when the first request can be answered.
+        on_listening: called once, when the port answers (with 503 until the engine is ready).
 
     Raises:
         CalstackError: as `serve`.
     """
     config.check()
+    prometheus_client.disable_created_metrics()  # a series per counter that no dashboard reads
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_bind(config.listen))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "text"))
         context = await _build(config, pool)
+        started = Started(_url(config.listen, listener), context)
         context.supervisor.start()
         server = _Server(_uvicorn(build_app(context)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        if on_listening is not None:
+            on_listening(started)
         try:
-            await _until_stopped(context, switch, lambda: on_ready(Started(_url(config.listen, listener), context)))
+            await _until_stopped(context, switch, lambda: on_ready(started))
         finally:
             await _drain(context, switch, config.grace_s)
             server.stop.set()

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 _SOCKET_PATH_LIMIT = 107  # bytes of sun_path, less the terminating zero
 _WATCH_S = 10.0
+# Admission bounds the queue here; the engine's own bound is wider, because a burst reaches it before it has filled its lanes.
+_SLACK_REQUESTS = 4096
+_SLACK_TOKENS = 1 << 24
 _HANG_S = 60.0  # an engine with work that says nothing for so long, asked to, is taken for dead
 
 
@@ -319,7 +322,7 @@ def engine_command(config: ServeConfig, socket: Path) -> list[str]:
         "--threads": str(engine.threads),
         "--prefill-chunk": str(engine.prefill_chunk),
         "--kv-memory": str(engine.kv_memory),
-        "--max-queued-requests": str(config.limits.max_queued_requests),
-        "--max-queued-tokens": str(config.limits.max_queued_tokens),
+        "--max-queued-requests": str(config.limits.max_queued_requests + _SLACK_REQUESTS),
+        "--max-queued-tokens": str(config.limits.max_queued_tokens + _SLACK_TOKENS),
     }
     return [*head, str(config.calbin), *(word for option in options.items() for word in option)]

@@ -1,0 +1,198 @@
+"""An engine process without a model: it speaks wire.py over the real socket and answers by rule.
+
+A prompt is answered with the ids after its last <|say|> that a <|im_end|> follows, or with the whole prompt where there is none
+(FORCE: the prompt decides the answer), then ends as on an end-of-sequence id. Special ids in the prompt change the rule:
+<|random|> draws letters from (seed, choice, index); <|long|> repeats the text for ever; <|slow|> waits 20 ms before each id;
+<|hang|> gives nothing; <|error|> fails after two ids (before the first one when the prompt ends with it); <|crash|> kills the
+process after two ids, only in a process whose crash file does not exist yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from calstack import wire
+
+LENGTH = struct.Struct("<I")
+
+
+@dataclasses.dataclass
+class Rules:
+    specials: dict[str, int]
+    vocab: int
+    lanes: int = 4
+    context: int = 512
+    ready_after_s: float = 0.0
+    fail_start: str = ""
+    crash_file: str = ""
+    crash_always: bool = False
+    log_file: str = ""
+
+
+class FakeEngine:
+    def __init__(self, rules: Rules, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.rules, self.reader, self.writer = rules, reader, writer
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.lanes = asyncio.Semaphore(rules.lanes)
+        self.running = 0
+        self.started = 0
+
+    def send(self, message: Any) -> None:
+        body = msgspec.msgpack.encode(message)
+        self.writer.write(LENGTH.pack(len(body)) + body)
+
+    def note(self, what: str, **values: Any) -> None:
+        if self.rules.log_file:
+            with Path(self.rules.log_file).open("a") as file:
+                file.write(json.dumps({"what": what, **values}) + "\n")
+
+    async def run(self) -> None:
+        await asyncio.sleep(self.rules.ready_after_s)
+        if self.rules.fail_start:
+            self.send(wire.EngineFailed(error=wire.ErrorValue(kind="ArtifactError", message=self.rules.fail_start)))
+            await self.writer.drain()
+            return
+        self.send(wire.Ready(info=self.info()))
+        decode = msgspec.msgpack.Decoder(wire.ServerMessage).decode
+        while True:
+            try:
+                (size,) = LENGTH.unpack(await self.reader.readexactly(4))
+                message = decode(await self.reader.readexactly(size))
+            except asyncio.IncompleteReadError:
+                return
+            match message:
+                case wire.Submit():
+                    self.note("submit", request=message.request, output=len(message.output), alone=message.alone)
+                    self.tasks[message.request] = asyncio.create_task(self.serve(message))
+                case wire.Cancel():
+                    self.cancel(message.request)
+                case wire.StatsRequest():
+                    self.send(self.stats())
+                case wire.Stop() | wire.Drain():
+                    return
+
+    def info(self) -> wire.CalbinInfo:
+        return wire.CalbinInfo(
+            calbin="tiny", device="fake", context=self.rules.context, vocab=self.rules.vocab, max_lanes=self.rules.lanes, kv_blocks=64,
+            kv_block_positions=16, submodels=("decode",), dram_total_bytes=1 << 20,
+        )  # fmt: skip
+
+    def stats(self) -> wire.EngineStats:
+        waiting = len(self.tasks) - self.running
+        return wire.EngineStats(
+            lanes_used=self.running, queued_requests=waiting, queued_tokens=0, running=self.running, kv_blocks_used=self.running,
+            kv_blocks_total=64, kv_wait_ms=0.0, dram_used_bytes=(4096,), device_status=0, times_s={"infer": 1.0}, counters={"steps": 3},
+        )  # fmt: skip
+
+    def cancel(self, request: str) -> None:
+        self.note("cancel", request=request, known=request in self.tasks)
+        task = self.tasks.pop(request, None)
+        if task is not None:
+            task.cancel()
+            self.out(request, finish=wire.Finish(reason="cancelled", usage=usage(1, 0, 0)))
+
+    def out(self, request: str, ids: tuple[int, ...] = (), **more: Any) -> None:
+        launch = wire.LaunchTimes(
+            phase="decode", submodel="decode", rows=4, useful_rows=1, infer_ms=1.0, h2d_ms=0.1, d2h_ms=0.1, framework_ms=0.2
+        )
+        self.send(wire.StepOutput(tokens=(wire.TokenOut(request=request, ids=ids, **more),), launches=(launch,)))
+
+    async def serve(self, submit: wire.Submit) -> None:
+        async with self.lanes:
+            self.running += 1
+            self.note("start", request=submit.request)
+            try:
+                finish = await self.generate(submit)
+            finally:
+                self.running -= 1
+        self.tasks.pop(submit.request, None)
+        self.out(submit.request, finish=finish)
+
+    async def generate(self, submit: wire.Submit) -> wire.Finish:
+        has = {name for name, id_ in self.rules.specials.items() if id_ in submit.prompt}
+        script = self.script(submit)
+        count = len(submit.output)
+        if "<|error|>" in has and submit.prompt[-1] == self.rules.specials["<|error|>"]:
+            return failed()
+        while count < submit.max_tokens:
+            if "<|hang|>" in has:
+                await asyncio.sleep(3600)
+            await asyncio.sleep(0.02 if "<|slow|>" in has else 0)
+            id_ = self.next_id(submit, script, count, has)
+            if id_ in submit.stop_ids or id_ < 0:
+                return wire.Finish(reason="stop", stop_id=id_, usage=usage(len(submit.prompt), count + 1, 0))
+            tops = range(max(0, submit.top_logprobs))
+            logprob = wire.TokenLogprob(
+                logprob=-(id_ % 7) / 4, top_ids=tuple((id_ + t) % self.rules.vocab for t in tops), top_logprobs=tuple(-t / 2 for t in tops)
+            )
+            self.out(submit.request, (id_,), logprobs=(logprob,) if submit.top_logprobs >= 0 else ())
+            count += 1
+            if count == 2 and "<|error|>" in has:
+                return failed()
+            if count == 2 and "<|crash|>" in has:
+                await self.crash()
+        return wire.Finish(reason="length", usage=usage(len(submit.prompt), count, 0))
+
+    async def crash(self) -> None:
+        await self.writer.drain()
+        self.die()
+
+    def die(self) -> None:
+        marker = Path(self.rules.crash_file)
+        if self.rules.crash_always or not marker.exists():
+            marker.touch()
+            os._exit(77)
+
+    def script(self, submit: wire.Submit) -> list[int]:
+        say, end = self.rules.specials["<|say|>"], self.rules.specials["<|im_end|>"]
+        prompt = list(submit.prompt)
+        marks = [place for place, id_ in enumerate(prompt) if id_ == say and end in prompt[place:]]
+        if not marks:
+            return [id_ for id_ in prompt if id_ not in self.rules.specials.values()]
+        return prompt[marks[-1] + 1 : prompt.index(end, marks[-1])]
+
+    def next_id(self, submit: wire.Submit, script: list[int], count: int, has: set[str]) -> int:
+        if "<|random|>" in has:
+            key = f"{submit.seed}/{submit.choice}/{count}/{submit.sampling.temperature}".encode()
+            return len(self.rules.specials) + 32 + hashlib.sha256(key).digest()[0] % 26
+        if "<|long|>" in has or submit.ignore_eos:
+            return script[count % len(script)]
+        return script[count] if count < len(script) else self.rules.specials["<|im_end|>"]
+
+
+def usage(prompt: int, output: int, cached: int) -> wire.Usage:
+    return wire.Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached, queue_ms=0.5, prefill_ms=2.0, decode_ms=4.0)
+
+
+def failed() -> wire.Finish:
+    return wire.Finish(reason="error", error=wire.ErrorValue(kind="DeviceFatal", message="the fake device broke"))
+
+
+async def serve(rules: Rules, path: str) -> None:
+    reader, writer = await asyncio.open_unix_connection(path)
+    await FakeEngine(rules, reader, writer).run()
+    await writer.drain()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rules")
+    parser.add_argument("calbin")
+    parser.add_argument("--connect", required=True)
+    arguments, _ = parser.parse_known_args()
+    asyncio.run(serve(Rules(**json.loads(Path(arguments.rules).read_text())), arguments.connect))
+
+
+if __name__ == "__main__":
+    main()
