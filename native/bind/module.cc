@@ -6,6 +6,7 @@ namespace nb = nanobind;
 namespace calstack::bind {
 void init_kernels(nb::module_& core);
 void init_kernels_attention(nb::module_& core);
+void init_pool(nb::module_& core);
 void init_program(nb::module_& core);
 void init_device(nb::module_& core);
 }
@@ -15,6 +16,7 @@ NB_MODULE(_core, m) {
   m.def("version", [] { return 1; }, "Version of the native interface; the wrappers check it.");
   calstack::bind::init_kernels(m);
   calstack::bind::init_kernels_attention(m);
+  calstack::bind::init_pool(m);
   calstack::bind::init_program(m);
   calstack::bind::init_device(m);
 }
