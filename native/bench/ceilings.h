@@ -9,10 +9,6 @@
 
 namespace calstack::bench {
 
-struct Ceilings {
-  double int8_gops, read_gbs;
-};
-
 inline double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // Seconds of the fastest of `tries` runs of work(thread) on all threads.
@@ -29,7 +25,21 @@ inline double best_of(int tries, int threads, const std::function<void(int)>& wo
   return best;
 }
 
-// The peak is that of the widest int8 product this machine has; `stream` bytes are read per run.
-Ceilings measure_ceilings(int threads, size_t stream);
+// GOP/s of int8 products over registers, with the widest product this machine has.
+double int8_gops(int threads);
+
+// A buffer much larger than the caches, read with prefetches; each thread reads one part of it.
+class ReadCeiling {
+ public:
+  explicit ReadCeiling(size_t bytes);
+  ~ReadCeiling();
+  ReadCeiling(const ReadCeiling&) = delete;
+  ReadCeiling& operator=(const ReadCeiling&) = delete;
+  double gbs(int threads) const;
+
+ private:
+  char* data_;
+  size_t bytes_;
+};
 
 }  // namespace calstack::bench

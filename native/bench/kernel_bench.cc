@@ -1,5 +1,5 @@
 // Microbenchmarks of the linear kernels: GOP/s and GB/s, and their share of ceilings measured in the same run.
-//   kernel_bench [--isa NAME] [--threads N] [--only TEXT]
+//   kernel_bench [--isa NAME] [--threads N] [--only TEXT] [--rows N]
 // Ceilings: the int8 peak is a loop of products over registers; the read limit is a prefetching read of a buffer much larger than the
 // caches, split over the threads. A GEMV runs over as many copies of its weights as that buffer holds, so that it finds them in memory.
 #include <algorithm>
@@ -117,10 +117,20 @@ Result time_linear(const KernelTable& t, const Shape& s, int rows, int threads) 
   return {bench::best_of(5, threads, work) / calls, ops, (double)bytes};
 }
 
-void print_row(const char* name, int rows, int threads, const Result& r, const bench::Ceilings& c) {
+// One line; the read limit is measured around every run that streams weights, because it moves with the machine's neighbours.
+void print_row(const char* name, int rows, int threads, const Result& r, double peak, double read) {
   const double gops = r.ops / r.seconds / 1e9, gbs = r.bytes / r.seconds / 1e9;
-  std::printf("%-16s %5d %2d %10.2f %9.1f %6.1f%% %8.1f %6.1f%%\n", name, rows, threads, r.seconds * 1e6, gops, 100 * gops / c.int8_gops,
-              gbs, 100 * gbs / c.read_gbs);
+  std::printf("%-16s %5d %2d %10.2f %9.1f %6.1f%% %8.1f", name, rows, threads, r.seconds * 1e6, gops, 100 * gops / peak, gbs);
+  if (read > 0) std::printf(" %6.1f%% of %.1f", 100 * gbs / read, read);
+  std::printf("\n");
+}
+
+void bench_shape(const KernelTable& t, const Shape& s, int rows, int threads, double peak, const bench::ReadCeiling& ceiling) {
+  const bool streams = rows <= 8;
+  double read = streams ? ceiling.gbs(threads) : 0;
+  const Result r = time_linear(t, s, rows, threads);
+  if (streams) read = std::max(read, ceiling.gbs(threads));
+  print_row(s.name, rows, threads, r, peak, read);
 }
 
 void time_rows_kernels(const KernelTable& t) {
@@ -140,6 +150,7 @@ void time_rows_kernels(const KernelTable& t) {
 
 struct Options {
   std::string isa, only;
+  std::vector<int> rows{1, 2, 4, 8, 16, 128, 512};
   int threads = (int)std::thread::hardware_concurrency();
 };
 
@@ -149,6 +160,7 @@ Options parse(int argc, char** argv) {
     const std::string key = argv[i];
     if (key == "--isa") o.isa = argv[i + 1];
     if (key == "--only") o.only = argv[i + 1];
+    if (key == "--rows") o.rows = {std::max(1, std::atoi(argv[i + 1]))};
     if (key == "--threads") o.threads = std::max(1, std::atoi(argv[i + 1]));
   }
   return o;
@@ -163,17 +175,16 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "kernel_bench: no instruction set '%s' here\n", o.isa.c_str());
     return 2;
   }
-  time_rows_kernels(*t);
+  if (o.only.empty()) time_rows_kernels(*t);
+  const bench::ReadCeiling ceiling(kStream);
   for (int threads : {1, o.threads}) {
-    const bench::Ceilings c = bench::measure_ceilings(threads, kStream);
-    std::printf("\n%s, %d threads: int8 peak %.0f GOP/s, read limit %.1f GB/s\n", t->name, threads, c.int8_gops, c.read_gbs);
-    std::printf("%-16s %5s %2s %10s %9s %7s %8s %7s\n", "layer", "rows", "t", "us", "GOP/s", "peak", "GB/s", "read");
+    const double peak = bench::int8_gops(threads);
+    std::printf("\n%s, %d threads: int8 peak %.0f GOP/s, read limit %.1f GB/s\n", t->name, threads, peak, ceiling.gbs(threads));
+    std::printf("%-16s %5s %2s %10s %9s %7s %8s %s\n", "layer", "rows", "t", "us", "GOP/s", "peak", "GB/s", "of the read limit");
     for (const Shape& s : kShapes)
       if (std::string(s.name).find(o.only) != std::string::npos)
-        for (int rows : {1, 2, 4, 8, 16, 128, 512}) {
-          if (s.n > 40000 && rows > 16) continue;
-          print_row(s.name, rows, threads, time_linear(*t, s, rows, threads), c);
-        }
+        for (int rows : o.rows)
+          if (s.n < 40000 || rows <= 128) bench_shape(*t, s, rows, threads, peak, ceiling);
     if (threads == o.threads) break;
   }
 }

@@ -96,7 +96,7 @@ void linear_f(const Weight& w, const float* x, size_t xs, int rows, const float*
   const Finish finish{w, bias, ep, act, out, os};
   const Tiles& tiles = tiles_for(w);
   const size_t bytes = block_bytes(w);
-  const Panels panels(rows);
+  const Panels panels(rows, kTileRows);
   alignas(64) float sums[2][kTileRows * 16];
   for (int nb = nb0; nb < nb1; nb += 2) {
     const int blocks = nb1 - nb < 2 ? 1 : 2;

@@ -6,9 +6,10 @@
 namespace calstack {
 namespace CALSTACK_ISA {
 
-// Most rows and blocks of a register tile: an integer and a float accumulator for each pair of them, and a few registers more.
-constexpr int kTileRows = kVectorRegisters == 32 ? 6 : 4;
-constexpr int kTileBlocks = kVectorRegisters == 32 ? 2 : 1;
+// Register tiles hold an integer and a float accumulator per row and block, and a few registers more. Narrow tiles are one block and up
+// to kTileRows rows, wide ones two blocks and up to kWideRows rows (0: too few registers).
+constexpr int kTileRows = kVectorRegisters == 32 ? 8 : 4;
+constexpr int kWideRows = kVectorRegisters == 32 ? 6 : 0;
 
 struct Finish {
   const Weight& w;
@@ -47,10 +48,10 @@ struct Finish {
   }
 };
 
-// Cuts `rows` into panels of at most kTileRows rows, as even as they come, so that no panel is left nearly empty.
+// Cuts rows into panels of at most `most` rows, as even as they come, so that no panel is left nearly empty.
 struct Panels {
   int rows, count;
-  explicit Panels(int total) : rows(total), count((total + kTileRows - 1) / kTileRows) {}
+  Panels(int total, int most) : rows(total), count((total + most - 1) / most) {}
   CALSTACK_INLINE int first(int i) const { return (int)((long long)rows * i / count); }
 };
 

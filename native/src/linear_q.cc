@@ -1,9 +1,9 @@
 // Products of int8 activations with 4-bit and 8-bit weights: docs/concepts/numerics.md, "Linear". Once per instruction set.
 //
 // A tile is R rows by one or two blocks of 16 outputs: per group one integer accumulator per row and block, scaled into one float
-// accumulator. Two blocks share each broadcast activation: with one, loads and not products would be the limit.
-// One row is the GEMV of decode, up to kTileRows rows the small batches: the weights pass through once, prefetched. More rows are cut
-// into panels that reuse two blocks' weights from L1 while their activations come from L2.
+// accumulator. Up to kTileRows rows (decode) stream the weights once through narrow tiles, one block after the other as they lie in
+// memory. More rows are cut into panels that reuse two blocks' weights from L1 while their activations come from L2; there two blocks
+// share each broadcast activation, because with one block loads and not products are the limit.
 #include "kernel_parts.h"
 #include "linear_out.h"
 
@@ -101,7 +101,7 @@ template <Kind kind, int R, int B, int chains> struct IntSums {
 };
 
 // out[B][kTileRows][16] = the sums of R rows by B blocks. `fixed`: the group when known at compile time, else 0. `block`: bytes from one
-// block to the next; `ahead`: bytes from here to the weights to prefetch, 0 for none.
+// block to the next; `ahead`: bytes from `w` to the weights to prefetch meanwhile, as many as are read, 0 for none.
 template <Kind kind, int fixed, int R, int B>
 void tile(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ahead, float* out) {
   constexpr int chains = R * B < 6 ? 2 : 1;  // enough independent sums to hide the latency of a product
@@ -111,13 +111,13 @@ void tile(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ah
   const RowPointers<int8_t, R> a(rows.codes, rows.k);
   const RowPointers<float, R> scale(rows.scale, rows.groups), asum(rows.asum, rows.groups);
   const RowPointers<int32_t, R> isum(rows.isum, rows.groups);
+  const uint8_t* next = w + ahead;
   F32x16 sum[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) sum[r][b] = F32x16::zero();
   for (size_t g = 0, k = 0; g < rows.groups; ++g, k += (size_t)(steps * per_step), w += bytes) {
     if (ahead)
-      for (int b = 0; b < B; ++b)
-        for (size_t line = 0; line < bytes; line += 64) prefetch(w + (size_t)b * block + ahead + line);
+      for (const uint8_t* end = next + B * bytes; next < end; next += 64) prefetch(next);
     IntSums<kind, R, B, chains> ints(isum, g);
 #pragma GCC unroll 8
     for (int j = 0; j < steps; ++j) ints.step(w + 64 * j, block, a, k + (size_t)(per_step * j), j);
@@ -140,14 +140,15 @@ void tile(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ah
 
 using Tile = void (*)(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ahead, float* out);
 
-// The tiles of 1 to kTileRows rows by one or two blocks.
+// By number of blocks and of rows.
 struct Tiles {
-  Tile of[kTileBlocks][kTileRows + 1];
+  Tile narrow[kTileRows + 1];
+  Tile wide[kWideRows + 1];
 };
 
 template <Kind kind, int fixed, int R = 1> constexpr void list_tiles(Tiles& t) {
-  t.of[0][R] = tile<kind, fixed, R, 1>;
-  if constexpr (kTileBlocks > 1) t.of[1][R] = tile<kind, fixed, R, 2>;
+  t.narrow[R] = tile<kind, fixed, R, 1>;
+  if constexpr (R <= kWideRows) t.wide[R] = tile<kind, fixed, R, 2>;
   if constexpr (R < kTileRows) list_tiles<kind, fixed, R + 1>(t);
 }
 
@@ -168,23 +169,24 @@ const Tiles& tiles_for(const Weight& w) {
   return w.minimum ? tiles_of<Kind::w4_min>(w.group) : tiles_of<Kind::w4>(w.group);
 }
 
-constexpr size_t kStreamAhead = 4096;     // bytes between the GEMV and its prefetches
+constexpr size_t kStreamAhead = 8192;     // bytes that prefetches run ahead of a stream of weights
 constexpr size_t kRowBytes = 256 * 1024;  // activations that stay in L2 while the blocks pass
 
 // Rows [row0, row0 + rows) of blocks [nb0, nb1).
 void chunk(const Weight& w, const Tiles& tiles, const QuantRows& a, const Finish& finish, int row0, int rows, int nb0, int nb1) {
   const size_t block = block_bytes(w);
-  const Panels panels(rows);
-  const bool wide = kTileBlocks == 2 && rows > 1;
+  const bool wide = rows > kTileRows && kWideRows > 0;
+  const Panels panels(rows, wide ? kWideRows : kTileRows);
   alignas(64) float sums[2][kTileRows * 16];
   for (int nb = nb0; nb < nb1; nb += 2) {
     const int blocks = nb1 - nb < 2 ? 1 : 2, together = wide ? blocks : 1;
+    const Tile* tile_of = together == 2 ? tiles.wide : tiles.narrow;
     const size_t ahead = panels.count == 1 ? kStreamAhead : block * (size_t)blocks;
     for (int i = 0; i < panels.count; ++i) {
       const int first = row0 + panels.first(i), count = row0 + panels.first(i + 1) - first;
       const Rows part(a, (size_t)first);
       for (int b = 0; b < blocks; b += together)
-        tiles.of[together - 1][count](w.data + (size_t)(nb + b) * block, block, w.group, part, i == 0 ? ahead : 0, sums[b]);
+        tile_of[count](w.data + (size_t)(nb + b) * block, block, w.group, part, i == 0 ? ahead : 0, sums[b]);
       finish(nb, blocks, (size_t)first, count, sums);
     }
   }
@@ -195,7 +197,7 @@ void linear_q(const Weight& w, const QuantRows& a, int rows, const float* bias, 
   const Finish finish{w, bias, ep, act, out, os};
   const Tiles& tiles = tiles_for(w);
   const int fit = (int)(kRowBytes / (size_t)w.k);
-  const int most = fit < kTileRows ? kTileRows : fit - fit % kTileRows;
+  const int most = fit < 16 ? 16 : fit;
   for (int row = 0; row < rows; row += most) chunk(w, tiles, a, finish, row, rows - row < most ? rows - row : most, nb0, nb1);
 }
 
