@@ -1,5 +1,6 @@
-// Attention over the paged cache. Query vectors (query head x row) of one KV head are taken in batches that share one pass over its key
-// tiles: prefill turns a tile into floats once per batch, decode (a handful of vectors) reads it as stored.
+// Attention over the paged cache. Query vectors (query head x row) of one KV head are taken in batches that share one pass over its keys,
+// split by split: scores of all tiles, one softmax, then the values. Prefill turns a tile into floats once per batch; decode (a handful of
+// vectors) reads it as stored.
 #include "attention_tile.h"
 #include "kernel_parts.h"
 
@@ -8,6 +9,7 @@ namespace CALSTACK_ISA {
 namespace {
 
 constexpr float kMinusInf = -__builtin_inff();
+constexpr int kSplitTiles = kSplitKeys / kKeyTile;
 
 CALSTACK_INLINE int smaller(int a, int b) { return a < b ? a : b; }
 CALSTACK_INLINE int larger(int a, int b) { return a > b ? a : b; }
@@ -30,16 +32,27 @@ struct Batch {
   size_t dim() const { return static_cast<size_t>(s.head_dim); }
   int dim_vectors() const { return (s.head_dim + 15) / 16; }
   int first_seen(int position) const { return s.window > 0 ? larger(0, position - s.window + 1) : 0; }
-  // Keys of the tile at key0 that vector i sees.
-  Range seen(int i, int key0) const {
-    return {clamp(first_seen(x.position[i]) - key0, kKeyTile), clamp(x.position[i] + 1 - key0, kKeyTile)};
+  // Keys of [key0, key0 + width) that vector i sees, counted from key0.
+  Range seen(int i, int key0, int width) const {
+    return {clamp(first_seen(x.position[i]) - key0, width), clamp(x.position[i] + 1 - key0, width)};
   }
+  // Tiles of the split that some vector sees.
+  Range tiles(int split) const {
+    return {larger(split * kSplitTiles, first_seen(x.position[0]) / kKeyTile),
+            smaller((split + 1) * kSplitTiles, x.position[n - 1] / kKeyTile + 1)};
+  }
+  float* q(int i) const { return x.q + static_cast<size_t>(i) * kRowStride; }
+  float* o(int i) const { return x.o + static_cast<size_t>(i) * kRowStride; }
+  float* total(int i) const { return x.total + static_cast<size_t>(i) * kRowStride; }
+  float* scores(int i) const { return x.s + static_cast<size_t>(i) * kScoreStride; }
 };
 
 AttentionScratch& aligned(void* scratch) {
   const uintptr_t at = (reinterpret_cast<uintptr_t>(scratch) + 63) & ~static_cast<uintptr_t>(63);
   return *reinterpret_cast<AttentionScratch*>(at);
 }
+
+// --- where keys and values lie -------------------------------------------------------------------------------------------
 
 template <class T>
 const T* plane(const Batch& b, int tile, size_t index) {
@@ -55,172 +68,164 @@ const T* values_of(const Batch& b, int tile) {
   return plane<T>(b, tile, static_cast<size_t>(b.kv.kv_heads) + b.kv_head);
 }
 
-// --- scores to probabilities ---------------------------------------------------------------------------------------------
-
-F32x16 keep_lanes(F32x16 s, Range r) {
-  const F32x16 none = F32x16::broadcast(kMinusInf);
-  s = select(first_lanes(clamp(r.hi, 16)), s, none);
-  return select(first_lanes(clamp(r.lo, 16)), none, s);
-}
-
-// Turns the scores at `s` into p and returns the sums of the tile; m becomes the new maximum.
-CALSTACK_INLINE F32x16 probabilities(const AttnShape& shape, Range r, float* s, float& m) {
-  F32x16 a[4];
-  for (int i = 0; i < 4; ++i) a[i] = F32x16::load(s + i * 16);
-  if (shape.softcap != 0.0f) {
-    const F32x16 cap = F32x16::broadcast(shape.softcap);
-    for (int i = 0; i < 4; ++i) a[i] = cap * tanh(a[i] / cap);
-  }
-  if (r.lo > 0 || r.hi < kKeyTile)
-    for (int i = 0; i < 4; ++i) a[i] = keep_lanes(a[i], {r.lo - i * 16, r.hi - i * 16});
-  const F32x16 top = max(max(a[0], a[1]), max(a[2], a[3]));
-  if (bits(less(F32x16::broadcast(m), top))) m = max_lane(top);
-  const F32x16 highest = F32x16::broadcast(m);
-  for (int i = 0; i < 4; ++i) {
-    a[i] = exp(a[i] - highest);
-    a[i].store(s + i * 16);
-  }
-  return ((a[0] + a[1]) + a[2]) + a[3];
-}
-
-// Softmax step of the vectors [i0, i0 + rows) for the tile at key0; true when some c is not 1.
-bool softmax_block(Batch& b, int i0, int rows, int key0) {
-  alignas(64) float change[16] = {};
-  F32x16 sums[kRows];
-  bool changed = false;
-  for (int r = 0; r < rows; ++r) {
-    const int i = i0 + r;
-    const Range seen = b.seen(i, key0);
-    if (seen.empty()) {
-      sums[r] = F32x16::zero();
-      continue;
-    }
-    const float before = b.x.m[i];
-    sums[r] = probabilities(b.s, seen, b.x.s + i * kKeyTile, b.x.m[i]);
-    change[r] = before - b.x.m[i];
-    changed |= before != b.x.m[i];
-  }
-  if (changed) exp(F32x16::load(change)).store(change);
-  for (int r = 0; r < rows; ++r) {
-    float* lanes = b.x.lanes + (i0 + r) * 16;
-    const float c = changed ? change[r] : 1.0f;
-    fma(F32x16::load(lanes), F32x16::broadcast(c), sums[r]).store(lanes);
-    b.x.c[i0 + r] = c;
-  }
-  return changed;
-}
-
-// --- one tile ------------------------------------------------------------------------------------------------------------
+// A handful of vectors take the cache as stored: turning it into floats first would cost more than it saves.
+bool reads_directly(const Batch& b) { return b.s.head_dim % 16 == 0 && b.n <= 2 * kRows; }
 
 template <class T>
-struct Tile {
-  const T* k;
+const float* widen_keys(const Batch& b, int tile) {
+  const T* k = keys_of<T>(b, tile);
+  for (size_t i = 0; i < b.dim() * kKeyTile; i += 16) load_keys(k + i).store(b.x.tile + i);
+  return b.x.tile;
+}
+
+template <class T>
+const float* widen_values(const Batch& b, int tile) {
+  const T* v = values_of<T>(b, tile);
+  const size_t dim = b.dim(), whole = dim / 16 * 16, stride = static_cast<size_t>(b.dim_vectors()) * 16;
+  for (size_t j = 0; j < kKeyTile; ++j, v += dim) {
+    float* to = b.x.tile + j * stride;
+    for (size_t d = 0; d < whole; d += 16) load_keys(v + d).store(to + d);
+    for (size_t d = whole; d < dim; ++d) to[d] = load_one(v + d);
+  }
+  return b.x.tile;
+}
+
+// --- scores --------------------------------------------------------------------------------------------------------------
+
+template <class T, class Hint>
+void score_blocks(const Batch& b, int tile, const T* k, Hint ahead) {
+  const int key0 = tile * kKeyTile, column = tile % kSplitTiles * kKeyTile;
+  for (int i = 0; i < b.n; i += kRows) {
+    const int rows = smaller(kRows, b.n - i);
+    const Range r{b.seen(i, key0, kKeyTile).lo, b.seen(i + rows - 1, key0, kKeyTile).hi};
+    if (!r.empty()) score_tile<kRows>(rows, b.q(i), k, b.dim(), r.hi, b.scores(i) + column, ahead);
+  }
+}
+
+template <class T>
+void score_split(const Batch& b, Range tiles) {
+  const bool direct = reads_directly(b);
+  for (int tile = tiles.lo; tile < tiles.hi; ++tile) {
+    if (!direct) {
+      score_blocks(b, tile, widen_keys<T>(b, tile), NoHint{});
+      continue;
+    }
+    const T* next = tile + 1 < tiles.hi ? keys_of<T>(b, tile + 1) : values_of<T>(b, tiles.lo);
+    score_blocks(b, tile, keys_of<T>(b, tile), Ahead{reinterpret_cast<const uint8_t*>(next), kKeyTile * sizeof(T)});
+  }
+}
+
+// --- softmax of a split --------------------------------------------------------------------------------------------------
+
+CALSTACK_INLINE void keep_lanes(float* s, Range r) {
+  const F32x16 none = F32x16::broadcast(kMinusInf);
+  const F32x16 below = select(first_lanes(clamp(r.hi, 16)), F32x16::load(s), none);
+  select(first_lanes(clamp(r.lo, 16)), none, below).store(s);
+}
+
+void cap_scores(float* s, int from, int to, float softcap) {
+  const F32x16 cap = F32x16::broadcast(softcap);
+  for (int v = from; v < to; v += 16) (cap * tanh(F32x16::load(s + v) / cap)).store(s + v);
+}
+
+// Turns a vector's scores into p where it sees keys, and leaves its M and L.
+void softmax(const Batch& b, int i, int split) {
+  const Range r = b.seen(i, split * kSplitKeys, kSplitKeys);
+  b.x.m[i] = kMinusInf;
+  b.x.l[i] = 0.0f;
+  if (r.empty()) return;
+  float* s = b.scores(i);
+  const int from = r.lo & ~15, to = (r.hi + 15) & ~15;
+  if (b.s.softcap != 0.0f) cap_scores(s, from, to, b.s.softcap);
+  if (r.lo > from) keep_lanes(s + from, {r.lo - from, r.hi - from});
+  if (r.hi < to) keep_lanes(s + to - 16, {r.lo - to + 16, r.hi - to + 16});
+  F32x16 top = F32x16::load(s + from);
+  for (int v = from + 16; v < to; v += 16) top = max(top, F32x16::load(s + v));
+  const float m = max_lane(top);
+  const F32x16 highest = F32x16::broadcast(m);
+  F32x16 sum = F32x16::zero();
+  for (int v = from; v < to; v += 16) {
+    const F32x16 p = exp(F32x16::load(s + v) - highest);
+    p.store(s + v);
+    sum = sum + p;
+  }
+  b.x.m[i] = m;
+  b.x.l[i] = tree_sum(sum);
+}
+
+// --- values --------------------------------------------------------------------------------------------------------------
+
+template <class T>
+struct ValueTile {
   const T* v;
-  size_t v_stride;
+  size_t stride;
   int key0;
 };
 
-CALSTACK_INLINE void scale_rows(const Batch& b, int i0, int rows) {
-  for (int i = i0; i < i0 + rows; ++i)
-    for (int d = 0; d < b.dim_vectors(); ++d) {
-      float* o = b.x.o + static_cast<size_t>(i) * kRowStride + d * 16;
-      (F32x16::load(o) * F32x16::broadcast(b.x.c[i])).store(o);
-    }
-}
-
 template <class T, class Hint>
-void add_values(const Batch& b, const Tile<T>& t, int i0, int rows, Range keys, const float* c, Hint ahead) {
+void add_values(const Batch& b, const ValueTile<T>& t, int i, int rows, Range keys, Hint ahead) {
   if (keys.empty()) return;
-  value_tile_rows<kRows>(rows, b.x.s + i0 * kKeyTile, t.v, t.v_stride, b.dim_vectors(), keys.lo, keys.hi, c,
-                         b.x.o + static_cast<size_t>(i0) * kRowStride, ahead);
+  const float* p = b.scores(i) + t.key0 % kSplitKeys;
+  value_tile<kRows>(rows, p, t.v, t.stride, b.dim_vectors(), keys.lo, keys.hi, b.o(i), ahead);
 }
 
 // A block whose vectors see different keys: what all see is taken together, the rest by vectors of equal position.
 template <class T>
-void add_uneven_values(const Batch& b, const Tile<T>& t, int i0, int rows) {
+void add_uneven_values(const Batch& b, const ValueTile<T>& t, int i0, int rows) {
   const int end = i0 + rows;
-  const Range all{b.seen(end - 1, t.key0).lo, b.seen(i0, t.key0).hi};
+  const Range all{b.seen(end - 1, t.key0, kKeyTile).lo, b.seen(i0, t.key0, kKeyTile).hi};
   const auto each = [&](auto part) {
     for (int i = i0; i < end;) {
       int next = i + 1;
       while (next < end && b.x.position[next] == b.x.position[i]) ++next;
-      add_values(b, t, i, next - i, part(b.seen(i, t.key0)), nullptr, NoHint{});
+      add_values(b, t, i, next - i, part(b.seen(i, t.key0, kKeyTile)), NoHint{});
       i = next;
     }
   };
   if (all.empty()) return each([](Range r) { return r; });
   each([&](Range r) { return Range{r.lo, smaller(r.hi, all.lo)}; });
-  add_values(b, t, i0, rows, all, nullptr, NoHint{});
+  add_values(b, t, i0, rows, all, NoHint{});
   each([&](Range r) { return Range{larger(r.lo, all.hi), r.hi}; });
 }
 
 template <class T, class Hint>
-void add_block(Batch& b, const Tile<T>& t, int i0, int rows, bool scaled, Hint ahead) {
-  const Range first = b.seen(i0, t.key0), last = b.seen(i0 + rows - 1, t.key0);
-  const bool even = first.lo == last.lo && first.hi == last.hi;
-  if (even) return add_values(b, t, i0, rows, first, scaled ? b.x.c + i0 : nullptr, ahead);
-  if (scaled) scale_rows(b, i0, rows);
-  add_uneven_values(b, t, i0, rows);
-}
-
-template <class T, class Hint>
-void add_tile(Batch& b, const Tile<T>& t, Hint k_ahead, Hint v_ahead) {
-  bool active[kAttentionBatch], scaled[kAttentionBatch];  // by block
+void value_blocks(const Batch& b, const ValueTile<T>& t, Hint ahead) {
   for (int i = 0; i < b.n; i += kRows) {
-    const int rows = smaller(kRows, b.n - i), last = i + rows - 1;
-    const int hi = b.seen(last, t.key0).hi;
-    active[i / kRows] = hi > 0 && b.seen(i, t.key0).lo < kKeyTile;
-    if (!active[i / kRows]) continue;
-    score_tile_rows<kRows>(rows, b.x.q + static_cast<size_t>(i) * kRowStride, t.k, b.dim(), hi, b.x.s + i * kKeyTile, k_ahead);
-    scaled[i / kRows] = softmax_block(b, i, rows, t.key0);
-  }
-  for (int i = 0; i < b.n; i += kRows)
-    if (active[i / kRows]) add_block(b, t, i, smaller(kRows, b.n - i), scaled[i / kRows], v_ahead);
-}
-
-// The tile as floats in scratch, values padded to whole vectors.
-template <class T>
-Tile<float> widen(Batch& b, int tile) {
-  const T *k = keys_of<T>(b, tile), *v = values_of<T>(b, tile);
-  const size_t dim = b.dim(), whole = dim / 16 * 16, stride = static_cast<size_t>(b.dim_vectors()) * 16;
-  for (size_t i = 0; i < dim * kKeyTile; i += 16) load_keys(k + i).store(b.x.k + i);
-  for (int j = 0; j < kKeyTile; ++j, v += dim) {
-    float* to = b.x.v + static_cast<size_t>(j) * stride;
-    for (size_t d = 0; d < whole; d += 16) load_keys(v + d).store(to + d);
-    for (size_t d = whole; d < dim; ++d) to[d] = load_one(v + d);
-  }
-  return {b.x.k, b.x.v, stride, tile * kKeyTile};
-}
-
-template <class T>
-void take_tile(Batch& b, int tile, int next) {
-  const bool whole = b.s.head_dim % 16 == 0;
-  if (whole && b.n <= 2 * kRows) {
-    const Ahead k{reinterpret_cast<const uint8_t*>(keys_of<T>(b, next)), kKeyTile * sizeof(T)};
-    const Ahead v{reinterpret_cast<const uint8_t*>(values_of<T>(b, next)), b.dim() * sizeof(T)};
-    return add_tile(b, Tile<T>{keys_of<T>(b, tile), values_of<T>(b, tile), b.dim(), tile * kKeyTile}, k, v);
-  }
-  add_tile(b, widen<T>(b, tile), NoHint{}, NoHint{});
-}
-
-// --- splits --------------------------------------------------------------------------------------------------------------
-
-void start_split(Batch& b) {
-  for (int i = 0; i < b.n; ++i) {
-    b.x.m[i] = kMinusInf;
-    F32x16::zero().store(b.x.lanes + i * 16);
-    for (int d = 0; d < b.dim_vectors(); ++d) F32x16::zero().store(b.x.o + static_cast<size_t>(i) * kRowStride + d * 16);
+    const int rows = smaller(kRows, b.n - i);
+    const Range first = b.seen(i, t.key0, kKeyTile), last = b.seen(i + rows - 1, t.key0, kKeyTile);
+    if (first.lo == last.lo && first.hi == last.hi)
+      add_values(b, t, i, rows, first, ahead);
+    else
+      add_uneven_values(b, t, i, rows);
   }
 }
 
 template <class T>
-void take_split(Batch& b, int split) {
-  constexpr int tiles = kSplitKeys / kKeyTile;
-  start_split(b);
-  const int begin = larger(split * tiles, b.first_seen(b.x.position[0]) / kKeyTile);
-  const int end = smaller((split + 1) * tiles, b.x.position[b.n - 1] / kKeyTile + 1), last = b.x.position[b.n - 1] / kKeyTile;
-  for (int tile = begin; tile < end; ++tile) take_tile<T>(b, tile, smaller(tile + 1, last));
+void value_split(const Batch& b, Range tiles) {
+  const bool direct = reads_directly(b);
+  for (int i = 0; i < b.n; ++i)
+    for (int d = 0; d < b.dim_vectors(); ++d) F32x16::zero().store(b.o(i) + d * 16);
+  for (int tile = tiles.lo; tile < tiles.hi; ++tile) {
+    if (!direct) {
+      const size_t stride = static_cast<size_t>(b.dim_vectors()) * 16;
+      value_blocks(b, ValueTile<float>{widen_values<T>(b, tile), stride, tile * kKeyTile}, NoHint{});
+      continue;
+    }
+    const Ahead ahead{reinterpret_cast<const uint8_t*>(values_of<T>(b, smaller(tile + 1, tiles.hi - 1))), b.dim() * sizeof(T)};
+    value_blocks(b, ValueTile<T>{values_of<T>(b, tile), b.dim(), tile * kKeyTile}, ahead);
+  }
 }
+
+// M, L and O of one split for every vector.
+template <class T>
+void take_split(const Batch& b, int split) {
+  const Range tiles = b.tiles(split);
+  score_split<T>(b, tiles);
+  for (int i = 0; i < b.n; ++i) softmax(b, i, split);
+  value_split<T>(b, tiles);
+}
+
+// --- merging splits ------------------------------------------------------------------------------------------------------
 
 // a = weight of what is there, b = of what comes.
 struct Weights {
@@ -262,11 +267,8 @@ CALSTACK_INLINE void merge(float& m, float& l, float* o, float m2, float l2, con
   merge_o(o, o2, n, w.a, w.b);
 }
 
-void merge_split(Batch& b) {
-  for (int i = 0; i < b.n; ++i) {
-    const size_t at = static_cast<size_t>(i) * kRowStride;
-    merge(b.x.total_m[i], b.x.total_l[i], b.x.total + at, b.x.m[i], tree_sum(F32x16::load(b.x.lanes + i * 16)), b.x.o + at, b.s.head_dim);
-  }
+void merge_split(const Batch& b) {
+  for (int i = 0; i < b.n; ++i) merge(b.x.total_m[i], b.x.total_l[i], b.total(i), b.x.m[i], b.x.l[i], b.o(i), b.s.head_dim);
 }
 
 CALSTACK_INLINE void divide(const float* o, float l, int n, float* out) {
@@ -288,14 +290,14 @@ struct Vectors {
 
 void load_query(const Batch& b, int i, const float* q, int position) {
   const F32x16 scale = F32x16::broadcast(b.s.scale);
-  float* to = b.x.q + static_cast<size_t>(i) * kRowStride;
+  float* to = b.q(i);
   for (int d = 0; d < b.s.head_dim; d += 16) (F32x16::load_first(q + d, smaller(16, b.s.head_dim - d)) * scale).store(to + d);
   b.x.position[i] = position;
   b.x.total_m[i] = kMinusInf;
 }
 
 template <class T>
-void attend(Batch& b) {
+void attend(const Batch& b) {
   const int last = b.x.position[b.n - 1] / kSplitKeys;
   for (int split = b.first_seen(b.x.position[0]) / kSplitKeys; split <= last; ++split) {
     take_split<T>(b, split);
@@ -316,7 +318,7 @@ void attention(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv
     }
     kv.type == KVType::f32 ? attend<float>(b) : attend<Bf16>(b);
     for (int i = 0; i < b.n; ++i)
-      divide(b.x.total + static_cast<size_t>(i) * kRowStride, b.x.total_l[i], s.head_dim,
+      divide(b.total(i), b.x.total_l[i], s.head_dim,
              out + static_cast<size_t>(at.row(begin + i)) * os + at.head(begin + i) * b.dim());
   }
 }
@@ -331,8 +333,8 @@ void attention_split(const float* qkv, size_t xs, const AttnShape& s, const KVVi
     kv.type == KVType::f32 ? take_split<float>(b, split) : take_split<Bf16>(b, split);
     for (int i = 0; i < b.n; ++i) {
       ml[2 * (begin + i)] = b.x.m[i];
-      ml[2 * (begin + i) + 1] = tree_sum(F32x16::load(b.x.lanes + i * 16));
-      copy_o(o + static_cast<size_t>(begin + i) * b.dim(), b.x.o + static_cast<size_t>(i) * kRowStride, s.head_dim);
+      ml[2 * (begin + i) + 1] = b.x.l[i];
+      copy_o(o + static_cast<size_t>(begin + i) * b.dim(), b.o(i), s.head_dim);
     }
   }
 }

@@ -1,7 +1,7 @@
 // Register blocks of attention: a few query vectors against one key tile. A query vector is one query head of one row, scaled.
 //
 //   score_tile:  s[r][64]  = q[r] . K      K = [4][dim][16 keys], each score a chain over dim
-//   value_tile:  o[r][dim] = o[r] * c[r] + p[r] . V over the keys [lo, hi)
+//   value_tile:  o[r][dim] += p[r] . V     over the keys [lo, hi) of the tile, a chain over keys
 //
 // K and V are read as stored (float or bf16) or from float scratch. Accumulators never leave registers inside a block.
 #pragma once
@@ -39,6 +39,10 @@ struct Ahead {
   }
 };
 
+struct NoHint {
+  CALSTACK_INLINE void touch() {}
+};
+
 template <int R, int N, class T, class Hint>
 CALSTACK_INLINE void score_block(const float* q, const T* k, size_t dim, float* s, Hint ahead) {
   F32x16 acc[R][N];
@@ -57,17 +61,14 @@ CALSTACK_INLINE void score_block(const float* q, const T* k, size_t dim, float* 
     ahead.touch();
   }
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < N; ++n) acc[r][n].store(s + r * kKeyTile + n * 16);
+    for (int n = 0; n < N; ++n) acc[r][n].store(s + static_cast<size_t>(r) * kScoreStride + n * 16);
 }
 
 template <int R, int D, class T, class Hint>
-CALSTACK_INLINE void value_block(const float* p, const T* v, size_t v_stride, int lo, int hi, const float* c, float* o, Hint ahead) {
+CALSTACK_INLINE void value_block(const float* p, const T* v, size_t v_stride, int lo, int hi, float* o, Hint ahead) {
   F32x16 acc[R][D];
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < D; ++n) {
-      acc[r][n] = F32x16::load(o + static_cast<size_t>(r) * kRowStride + n * 16);
-      if (c) acc[r][n] = acc[r][n] * F32x16::broadcast(c[r]);
-    }
+    for (int n = 0; n < D; ++n) acc[r][n] = F32x16::load(o + static_cast<size_t>(r) * kRowStride + n * 16);
   const T* row = v + static_cast<size_t>(lo) * v_stride;
   for (int j = lo; j < hi; ++j, row += v_stride) {
     F32x16 value[D];
@@ -75,7 +76,7 @@ CALSTACK_INLINE void value_block(const float* p, const T* v, size_t v_stride, in
     for (int n = 0; n < D; ++n) value[n] = load_keys(row + n * 16);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const F32x16 x = F32x16::broadcast(p[r * kKeyTile + j]);
+      const F32x16 x = F32x16::broadcast(p[static_cast<size_t>(r) * kScoreStride + static_cast<size_t>(j)]);
 #pragma GCC unroll 8
       for (int n = 0; n < D; ++n) acc[r][n] = fma(x, value[n], acc[r][n]);
     }
@@ -85,36 +86,36 @@ CALSTACK_INLINE void value_block(const float* p, const T* v, size_t v_stride, in
     for (int n = 0; n < D; ++n) acc[r][n].store(o + static_cast<size_t>(r) * kRowStride + n * 16);
 }
 
-struct NoHint {
-  CALSTACK_INLINE void touch() {}
-};
-
 // Scores of `rows` (1..kRows) query vectors with the first `keys` keys of the tile, rounded up to whole blocks.
 template <int R, class T, class Hint>
-void score_tile_rows(int rows, const float* q, const T* k, size_t dim, int keys, float* s, Hint ahead) {
+void score_tile(int rows, const float* q, const T* k, size_t dim, int keys, float* s, Hint ahead) {
   if constexpr (R > 1)
-    if (rows < R) return score_tile_rows<R - 1>(rows, q, k, dim, keys, s, ahead);
+    if (rows < R) return score_tile<R - 1>(rows, q, k, dim, keys, s, ahead);
   if constexpr (kKeyVectors == 4)
     if (keys > 32) return score_block<R, 4>(q, k, dim, s, ahead);
-  for (int n = 0; n * 16 < keys; n += 2) score_block<R, 2>(q, k + static_cast<size_t>(n) * dim * 16, dim, s + n * 16, ahead);
+  score_block<R, 2>(q, k, dim, s, ahead);
+  if (keys > 32) score_block<R, 2>(q, k + 32 * dim, dim, s + 32, NoHint{});
 }
 
 template <int R, int D, class T, class Hint>
-CALSTACK_INLINE void value_dims(int vectors, const float* p, const T* v, size_t v_stride, int lo, int hi, const float* c, float* o, Hint ahead) {
+CALSTACK_INLINE void value_dims(int vectors, const float* p, const T* v, size_t v_stride, int lo, int hi, float* o, Hint ahead) {
   if constexpr (D > 1)
-    if (vectors < D) return value_dims<R, D - 1>(vectors, p, v, v_stride, lo, hi, c, o, ahead);
-  value_block<R, D>(p, v, v_stride, lo, hi, c, o, ahead);
+    if (vectors < D) return value_dims<R, D - 1>(vectors, p, v, v_stride, lo, hi, o, ahead);
+  value_block<R, D>(p, v, v_stride, lo, hi, o, ahead);
 }
 
-// o of `rows` vectors over the keys [lo, hi); dim_vectors = head_dim / 16 rounded up, cut into blocks of nearly equal width.
+// dim_vectors = head_dim / 16 rounded up, cut into blocks of nearly equal width.
 template <int R, class T, class Hint>
-void value_tile_rows(int rows, const float* p, const T* v, size_t v_stride, int dim_vectors, int lo, int hi, const float* c, float* o, Hint ahead) {
+void value_tile(int rows, const float* p, const T* v, size_t v_stride, int dim_vectors, int lo, int hi, float* o, Hint ahead) {
   if constexpr (R > 1)
-    if (rows < R) return value_tile_rows<R - 1>(rows, p, v, v_stride, dim_vectors, lo, hi, c, o, ahead);
+    if (rows < R) return value_tile<R - 1>(rows, p, v, v_stride, dim_vectors, lo, hi, o, ahead);
   const int blocks = (dim_vectors + kDimVectors - 1) / kDimVectors;
   for (int b = 0; b < blocks; ++b) {
     const int begin = dim_vectors * b / blocks, end = dim_vectors * (b + 1) / blocks;
-    value_dims<R, kDimVectors>(end - begin, p, v + begin * 16, v_stride, lo, hi, c, o + begin * 16, ahead);
+    if (b == 0)
+      value_dims<R, kDimVectors>(end, p, v, v_stride, lo, hi, o, ahead);
+    else
+      value_dims<R, kDimVectors>(end - begin, p, v + begin * 16, v_stride, lo, hi, o + begin * 16, NoHint{});
   }
 }
 

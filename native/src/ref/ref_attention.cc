@@ -48,32 +48,24 @@ float score(const float* q, const AttnShape& s, const Cache& cache, int position
 
 int first_seen(const AttnShape& s, int position) { return s.window > 0 ? std::max(0, position - s.window + 1) : 0; }
 
-// Adds the keys [k0, k1) of one tile, all seen, to the partial and its sixteen sums.
-void add_tile(const float* q, const AttnShape& s, const Cache& cache, int k0, int k1, Partial& part, float (&lanes)[16]) {
-  float score_of[kKeyTile], p[kKeyTile] = {};
-  float m = part.m;
-  for (int key = k0; key < k1; ++key) {
-    score_of[key % kKeyTile] = score(q, s, cache, key);
-    m = std::max(m, score_of[key % kKeyTile]);
-  }
-  const float c = part.m == kMinusInf ? 0.0f : exp_f32(part.m - m);
-  for (int key = k0; key < k1; ++key) p[key % kKeyTile] = exp_f32(score_of[key % kKeyTile] - m);
-  for (int i = 0; i < 16; ++i) lanes[i] = std::fma(lanes[i], c, ((p[i] + p[i + 16]) + p[i + 32]) + p[i + 48]);
-  for (int d = 0; d < s.head_dim; ++d) {
-    float acc = part.o[static_cast<size_t>(d)] * c;
-    for (int key = k0; key < k1; ++key) acc = std::fma(p[key % kKeyTile], cache.v(static_cast<size_t>(key), static_cast<size_t>(d)), acc);
-    part.o[static_cast<size_t>(d)] = acc;
-  }
-  part.m = m;
-}
-
 Partial split_partial(const float* q, const AttnShape& s, const Cache& cache, int position, int split) {
   Partial part;
   part.o.assign(static_cast<size_t>(s.head_dim), 0.0f);
-  float lanes[16] = {};
   const int begin = std::max(split * kSplitKeys, first_seen(s, position)), end = std::min((split + 1) * kSplitKeys, position + 1);
-  for (int key = begin; key < end; key = (key / kKeyTile + 1) * kKeyTile)
-    add_tile(q, s, cache, key, std::min(end, (key / kKeyTile + 1) * kKeyTile), part, lanes);
+  float p[kSplitKeys], lanes[16] = {};  // p: scores first
+  for (int key = begin; key < end; ++key) {
+    p[key % kSplitKeys] = score(q, s, cache, key);
+    part.m = std::max(part.m, p[key % kSplitKeys]);
+  }
+  for (int key = begin; key < end; ++key) {
+    float& v = p[key % kSplitKeys];
+    v = exp_f32(v - part.m);
+    lanes[key % 16] += v;
+    for (int d = 0; d < s.head_dim; ++d) {
+      float& o = part.o[static_cast<size_t>(d)];
+      o = std::fma(v, cache.v(static_cast<size_t>(key), static_cast<size_t>(d)), o);
+    }
+  }
   part.l = lane_tree(lanes);
   return part;
 }
