@@ -37,6 +37,7 @@ class EngineProcess:
         self._wake_read, self._wake_write = socket.socketpair()
         self._stopping = False
         self._terms = 0
+        self._signals = False
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
         self._selector.register(link.sock, selectors.EVENT_READ)
@@ -56,14 +57,22 @@ class EngineProcess:
             return error.exit_code
         finally:
             self._link.finish()
-            self._selector.close()
+            self._close()
         return 0
 
     def install_signals(self) -> None:
         """SIGTERM drains, a second one stops; SIGINT is left to the server. Only the main thread may call this."""
+        self._signals = True
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _close(self) -> None:
+        if self._signals:
+            signal.set_wakeup_fd(-1)
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
 
     def _on_term(self, number: int, frame: FrameType | None) -> None:
         self._terms += 1

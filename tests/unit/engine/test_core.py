@@ -27,6 +27,13 @@ def test_one_request_gets_its_tokens_and_ends_with_length(sampling: SamplingPara
     assert (usage.prompt_tokens, usage.output_tokens) == (20, 12)
 
 
+def test_nothing_is_computed_past_max_tokens() -> None:
+    h = Harness(small_facts())
+    h.run(h.submit("a", max_tokens=10))
+    assert h.core.counters["decode_rows"] == 9
+    assert h.core.counters["padding_rows"] == 0
+
+
 def test_two_launches_are_in_flight_at_depth_two() -> None:
     h = Harness(small_facts())
     h.run(h.submit("a", max_tokens=10))
@@ -149,7 +156,17 @@ def test_block_shortage_preempts_the_youngest_and_changes_no_token() -> None:
     h = Harness(small_facts(), kv_blocks=13)
     h.run(*[h.submit(f"r{i}", prompt=tuple(range(i, i + 15)), max_tokens=60, sampling=SEEDED, seed=i) for i in range(4)])
     assert h.core.counters["preemptions"] > 0
+    assert next(iter(h.ends)) == "r0"
     assert {n: h.ids[n] for n in h.ids} == {n: h.alone(n) for n in h.ids}
+
+
+def test_the_end_of_a_launch_from_before_a_preemption_is_discarded() -> None:
+    h = Harness(small_facts(), options=EngineOptions(prefix_cache=False))
+    h.turn(h.submit("a", prompt=tuple(range(9)), max_tokens=12))
+    h.core.lanes.requeue(h.core.running[0])
+    h.run()
+    assert h.ids["a"] == h.alone("a")
+    assert h.core.counters["padding_rows"] >= 9
 
 
 def test_a_request_alone_runs_without_mates() -> None:
