@@ -139,7 +139,7 @@ class FakeEngine:
             count += 1
             if count == 2 and "<|error|>" in has:
                 return failed()
-            if count == 2 and "<|crash|>" in has:
+            if count >= 2 and "<|crash|>" in has:
                 await self.crash()
         return wire.Finish(reason="length", usage=usage(len(submit.prompt), count, 0))
 

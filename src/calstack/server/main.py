@@ -94,7 +94,7 @@ async def run(
         CalstackError: as `serve`.
     """
     config.check()
-    prometheus_client.disable_created_metrics()  # a series per counter that no dashboard reads
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a series per counter that no dashboard reads
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_bind(config.listen))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "text"))
