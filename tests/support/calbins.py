@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -158,12 +159,12 @@ def write_calbin(path: Path, *, replace: bool = False) -> Path:
         return writer.seal(manifest(made.arena_bytes[0]))
 
 
-def edit_manifest(path: Path, **changes: object) -> None:
+def edit_manifest(path: Path, **changes: Any) -> None:
     """Replace fields of the manifest as raw JSON; `files__0__path` reaches `files[0].path`."""
     edit_json(path / MANIFEST, **changes)
 
 
-def edit_json(file: Path, **changes: object) -> None:
+def edit_json(file: Path, **changes: Any) -> None:
     value = msgspec.json.decode(file.read_bytes())
     for key, new in changes.items():
         at, *rest = key.split("__")

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_sizes_are_readable(n: int, text: str) -> None:
     assert size_text(n) == text
 
 
-def offer(**changes: object) -> Offer:
+def offer(**changes: Any) -> Offer:
     plain = {"name": "cpu", "chips": 1, "packed_layouts": ("n16.v1",), "numerics": (1,), "dram_bytes": (1 << 30,)}
     return Offer(**{**plain, **changes})
 
@@ -51,7 +52,7 @@ def test_fitting_device_has_no_mismatch(calbin: Calbin) -> None:
         ({"dram_bytes": (1000,)}, "$.target.chips[0].dram_bytes"),
     ],
 )
-def test_each_field_that_does_not_fit_is_named(calbin: Calbin, change: dict[str, object], field: str) -> None:
+def test_each_field_that_does_not_fit_is_named(calbin: Calbin, change: dict[str, Any], field: str) -> None:
     assert [m.field for m in mismatches(calbin.manifest, offer(**change))] == [field]
     with pytest.raises(ArtifactError) as caught:
         check_fit(calbin.manifest, offer(**change))

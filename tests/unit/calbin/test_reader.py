@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_unknown_feature_is_refused_by_name(calbin: Path) -> None:
         ({"format_minor": "one"}, "$.format_minor"),
     ],
 )
-def test_bad_manifest_field_is_named(calbin: Path, change: dict[str, object], said: str) -> None:
+def test_bad_manifest_field_is_named(calbin: Path, change: dict[str, Any], said: str) -> None:
     edit_manifest(calbin, **change)
     assert said in refused(calbin)
 
@@ -155,7 +156,7 @@ def test_deeply_nested_json_ends_in_a_refusal(calbin: Path) -> None:
         ({"streams__0__0__more": 1}, "more"),
     ],
 )
-def test_bad_program_field_is_named(calbin: Path, change: dict[str, object], said: str) -> None:
+def test_bad_program_field_is_named(calbin: Path, change: dict[str, Any], said: str) -> None:
     edit_json(calbin / PROGRAM, **change)
     edit_manifest(calbin, **{f"files__{index_of(calbin, PROGRAM)}__bytes": (calbin / PROGRAM).stat().st_size})
     line = refused(calbin)
