@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from calstack.calbin.reader import open_calbin
 from calstack.devices.base import OpenOptions
+from calstack.devices.machine import usable_cores
 from calstack.devices.registry import open_device
 from calstack.errors import ArtifactError
 from calstack.llm import LLM, load
@@ -24,7 +25,18 @@ if TYPE_CHECKING:
     from calstack.compiler.options import CompileOptions as CompilerOptions
     from calstack.graph.model import GraphBundle
 
-__all__ = ["LLM", "CompileOptions", "VerifyReport", "compile_model", "load", "open_direct", "quality_summary", "verify"]
+__all__ = [
+    "LLM",
+    "CompileOptions",
+    "OpenOptions",
+    "VerifyReport",
+    "compile_model",
+    "load",
+    "open_direct",
+    "quality_summary",
+    "usable_cores",
+    "verify",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from calstack import api
-from calstack.bench.machine import describe_machine, versions
-from calstack.bench.ours import DeviceSubject
-from calstack.bench.peers import PEERS, open_peer
-from calstack.bench.report import Report, Row
-from calstack.bench.runner import DECODE_STEPS, Point, measure, points
-from calstack.bench.subject import Subject
+from calstack.bench.peers import PEERS
+from calstack.bench.report import Report
+from calstack.bench.runner import points
+from calstack.bench.session import WAYS, Setup, run
 from calstack.errors import UsageError
 
 __all__ = ["bench"]
@@ -50,6 +47,7 @@ class _Ints(click.ParamType[tuple[int, ...]]):
 @click.option("--threads", type=click.IntRange(0), default=0, help="Worker threads, ours and the peers'; 0 = one per core.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--isa", default="", help="Force an instruction set of the cpu device.")
+@click.option("--through", default="device", show_default=True, help="Comma-separated: device, engine, http.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def bench(
     calbin: Path,
@@ -62,70 +60,39 @@ def bench(
     threads: int,
     device: str,
     isa: str,
+    through: str,
     as_json: bool,
 ) -> None:
     """Measure a calbin's speed, in turn with peers on the same machine."""
-    names = tuple(name for name in peer_names.split(",") if name)
     wanted = points(prompt, depth, batch)
-    positions = max(max((p.prompt for p in wanted), default=0), max((p.depth + DECODE_STEPS + 1 for p in wanted), default=0))
-    lanes = max(batch)
-    ours = DeviceSubject(calbin, device=device, isa=isa, threads=threads, lanes=lanes, positions=positions)
-    cores = ours.threads
-    peers = _open_peers(names, calbin, peer_model, threads=threads or cores, context=positions, lanes=lanes)
-    report = _run(ours, peers, wanted, repeats=repeats, cores=cores, calbin=calbin, names=names)
+    setup = Setup(
+        calbin=calbin,
+        device=device,
+        isa=isa,
+        threads=threads,
+        lanes=max(batch),
+        positions=max(p.positions for p in wanted),
+        ways=_names(through, WAYS, "--through"),
+        peers=_names(peer_names, PEERS, "--peer"),
+        peer_model=peer_model,
+    )
+    report = run(setup, wanted, repeats=repeats, note=_note)
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     else:
         _print(report)
 
 
-def _open_peers(
-    names: tuple[str, ...], calbin: Path, model: Path | None, *, threads: int, context: int, lanes: int
-) -> list[tuple[str, Subject]]:
-    if not names:
-        return []
-    if model is None:
-        raise UsageError("a peer needs the model file", where=str(calbin), remedy="name it with --peer-model")
-    source = model
-    return [(name, open_peer(name, source, threads=threads, context=context, lanes=lanes)) for name in names]
+def _names(value: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    found = tuple(name for name in value.split(",") if name)
+    for name in found:
+        if name not in known:
+            raise UsageError(f"{name} is not known", where=option, remedy=f"one of {', '.join(known)}")
+    return found
 
 
-def _run(
-    ours: DeviceSubject,
-    peers: list[tuple[str, Subject]],
-    wanted: list[Point],
-    *,
-    repeats: int,
-    cores: int,
-    calbin: Path,
-    names: tuple[str, ...],
-) -> Report:
-    console = Console(stderr=True)
-    rows: list[Row] = []
-    try:
-        for point in wanted:
-            rows += measure(
-                point,
-                ours,
-                peers,
-                through="device",
-                repeats=repeats,
-                kv_dtype=ours.kv_dtype,
-                note=lambda line: console.print(line, style="dim"),
-            )
-    finally:
-        machine = describe_machine(cores=cores, threads=ours.threads, isa=ours.isa)
-        ours.close()
-        for _, peer in peers:
-            peer.close()
-    return Report(
-        machine=machine,
-        versions=versions(names),
-        model={"calbin": calbin.name, **{name: peer.name for name, peer in peers}},
-        quality=api.quality_summary(calbin),
-        repeats=repeats,
-        rows=rows,
-    )
+def _note(line: str) -> None:
+    click.echo(line, err=True)
 
 
 def _print(report: Report) -> None:

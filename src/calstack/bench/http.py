@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from calstack.bench.subject import prompt_ids
+from calstack.bench.subject import decode_window, prompt_ids
 from calstack.errors import UnavailableError
 
 __all__ = ["HttpSubject", "Served", "Stream", "stream_completion"]
@@ -118,12 +118,8 @@ class HttpSubject:
         return asyncio.run(self._streams([tokens], 1))[0].ttft_s
 
     def decode(self, depth: int, batch: int, steps: int) -> float:
-        """The window in which every stream decodes: from the last first token to the first end, scaled to `steps` steps."""
         streams = asyncio.run(self._streams([depth] * batch, steps + (32 if batch > 1 else 1)))
-        start = max(s.events[0] for s in streams)
-        end = min(s.events[-1] for s in streams)
-        tokens = sum(sum(start < t <= end for t in s.events) for s in streams)
-        return (end - start) * steps * batch / tokens
+        return decode_window([s.events for s in streams], steps)
 
     def close(self) -> None:
         self._server.close()

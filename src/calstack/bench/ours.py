@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from calstack import api
-from calstack.bench.subject import prompt_ids
+from calstack.bench.subject import decode_window, prompt_ids
 
-__all__ = ["DeviceSubject"]
+__all__ = ["DeviceSubject", "EngineSubject"]
 
 
 class DeviceSubject:
@@ -25,6 +25,11 @@ class DeviceSubject:
     def name(self) -> str:
         info = self._session.device.info()
         return f"calstack ({info.name}, {info.isa}, {info.threads} threads)"
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the logits."""
+        return self._vocab
 
     @property
     def threads(self) -> int:
@@ -71,3 +76,47 @@ class DeviceSubject:
         self._session.rewind(lane)
         self._session.prefill(prompt_ids(depth, self._vocab, salt=lane), lane=lane)
         self._filled[lane] = depth
+
+
+class EngineSubject:
+    """The calbin through the engine core in this process: scheduler, KV manager and sampling, no HTTP.
+
+    Prompts differ from run to run, so no prefix is ever reused.
+    """
+
+    def __init__(self, calbin: Path, *, device: str, isa: str, threads: int) -> None:
+        self._llm = api.load(calbin, device=device, open_options=api.OpenOptions(isa=isa, threads=threads))
+        self._vocab = self._llm.driver.core.facts.vocab
+        self._salt = 0
+
+    @property
+    def name(self) -> str:
+        return "calstack through the engine"
+
+    def prefill(self, tokens: int) -> float:
+        start = time.perf_counter()
+        return self._arrivals([tokens], 1)[0][0] - start
+
+    def decode(self, depth: int, batch: int, steps: int) -> float:
+        return decode_window(self._arrivals([depth] * batch, steps + (32 if batch > 1 else 1)), steps)
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _arrivals(self, prompts: list[int], tokens: int) -> list[list[float]]:
+        """When each token of each stream arrived; all streams start together and are read in turn."""
+        streams = []
+        for count in prompts:
+            self._salt += 1
+            ids = prompt_ids(count, self._vocab, salt=1000 * self._salt)
+            streams.append(self._llm.generate(ids, max_tokens=tokens, ignore_eos=True))
+        arrivals: list[list[float]] = [[] for _ in streams]
+        running = set(range(len(streams)))
+        while running:
+            for i in sorted(running):
+                event = next(streams[i], None)
+                if event is None:
+                    running.discard(i)
+                else:
+                    arrivals[i] += [time.perf_counter()] * len(event.ids)
+        return arrivals

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from calstack.bench.report import Row, Samples
 from calstack.bench.subject import Subject
@@ -27,6 +29,11 @@ class Point:
         """Tokens a run produces or consumes."""
         return self.prompt if self.phase == "prefill" else DECODE_STEPS * self.batch
 
+    @property
+    def positions(self) -> int:
+        """Cache positions a run needs per sequence."""
+        return max(self.prompt, self.depth + DECODE_STEPS) + 1
+
     def run(self, subject: Subject) -> float:
         """Seconds of one run."""
         if self.phase == "prefill":
@@ -46,16 +53,17 @@ def points(prompts: Sequence[int], depths: Sequence[int], batches: Sequence[int]
 
 def measure(
     point: Point,
-    ours: Subject,
+    ours: Sequence[tuple[str, Subject]],
     peers: Sequence[tuple[str, Subject]],
     *,
-    through: str,
     repeats: int,
     kv_dtype: str,
-    note: Callable[[str], None],
 ) -> list[Row]:
-    """A row per peer (one without a peer when there is none): one uncounted round, then `repeats` rounds in turn."""
-    subjects = [ours, *(subject for _, subject in peers)]
+    """Rows of one point: ours through every way named, against every peer (without a peer when there is none).
+
+    One uncounted round, then `repeats` rounds in which all subjects take turns.
+    """
+    subjects = [subject for _, subject in (*ours, *peers)]
     seconds: list[list[float]] = [[] for _ in subjects]
     for round_ in range(repeats + 1):
         for times, subject in zip(seconds, subjects, strict=True):
@@ -63,11 +71,9 @@ def measure(
             if round_:
                 times.append(elapsed)
     samples = [Samples(times, point.tokens) for times in seconds]
-    note(f"{point.phase} prompt={point.prompt} depth={point.depth} batch={point.batch}: {samples[0].median:.0f} tok/s")
-    own = _row(point, through, samples[0], kv_dtype)
-    if not peers:
-        return [own]
-    return [_against(own, name, sample) for (name, _), sample in zip(peers, samples[1:], strict=True)]
+    own = [_row(point, through, sample, kv_dtype) for (through, _), sample in zip(ours, samples, strict=False)]
+    others = [(name, sample) for (name, _), sample in zip(peers, samples[len(ours) :], strict=True)]
+    return own if not others else [_against(row, name, sample) for row in own for name, sample in others]
 
 
 def _row(point: Point, through: str, sample: Samples, kv_dtype: str) -> Row:
@@ -85,6 +91,4 @@ def _row(point: Point, through: str, sample: Samples, kv_dtype: str) -> Row:
 
 
 def _against(row: Row, peer: str, sample: Samples) -> Row:
-    from msgspec.structs import replace
-
     return replace(row, peer=peer, peer_tok_s=sample.median, peer_spread=sample.spread, ratio=row.tok_s / sample.median)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Subject", "prompt_ids"]
+__all__ = ["Subject", "decode_window", "prompt_ids"]
 
 
 class Subject(Protocol):
@@ -36,3 +37,12 @@ def prompt_ids(count: int, vocab: int, *, salt: int = 0) -> list[int]:
         state = (state * 1103515245 + 12345) & 0x7FFFFFFF
         ids.append((state >> 8) % vocab)
     return ids
+
+
+def decode_window(streams: Sequence[Sequence[float]], steps: int) -> float:
+    """Seconds of `steps` decode steps, from the arrival times of every stream's tokens: the window in which all of them decode
+    (from the last first token to the first end), scaled to `steps` tokens of each stream."""
+    start = max(events[0] for events in streams)
+    end = min(events[-1] for events in streams)
+    tokens = sum(sum(start < at <= end for at in events) for events in streams)
+    return (end - start) * steps * len(streams) / tokens
