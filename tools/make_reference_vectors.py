@@ -88,12 +88,12 @@ def gain(key: str) -> float:
     return {"embed_tokens": 4.0, "o_proj": 1.5}.get(key.split(".")[-2], 1.0)
 
 
-@torch.no_grad()
 def logits_of(model: Any, ids: np.ndarray, chunks: tuple[int, ...]) -> np.ndarray:
     """Logits [n, vocab] by calls of the given sizes with a cache."""
     cache, rows, start = None, [], 0
     for size in chunks:
-        out = model(input_ids=torch.from_numpy(ids[None, start : start + size]), cache=cache, use_cache=True)
+        with torch.no_grad():
+            out = model(input_ids=torch.from_numpy(ids[None, start : start + size]), cache=cache, use_cache=True)
         cache, start = out.cache, start + size
         rows.append(out.logits[0].numpy())
     return np.concatenate(rows)

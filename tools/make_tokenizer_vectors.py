@@ -11,6 +11,7 @@ For a GGUF file: ids by a plain byte-level BPE written here, with the `regex` pa
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -76,7 +77,7 @@ def from_original(path: Path, pre: str) -> None:
         want, got = (t.encode(text, add_special_tokens=False).ids for t in (original, rebuilt))
         if want != got:
             sys.exit(f"{pre}: {text!r}:\n{want}\n{got}")
-    normalise = (lambda text: original.normalizer.normalize_str(text)) if original.normalizer else str
+    normalise = original.normalizer.normalize_str if original.normalizer else str
     splits = [[piece for piece, _ in original.pre_tokenizer.pre_tokenize_str(normalise(text))] for text in TEXTS]
     keep(pre, {"texts": TEXTS, "splits": splits})
 
@@ -102,7 +103,7 @@ class PlainBPE:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens in it are taken as such."""
-        import regex
+        import regex  # type: ignore[import-untyped]  # ships no types
 
         ids = []
         for part in regex.split("(" + "|".join(map(regex.escape, self.special)) + ")", text):
@@ -116,7 +117,7 @@ class PlainBPE:
 
     def _merge(self, pieces: list[str]) -> list[int]:
         while len(pieces) > 1:
-            ranked = [(self.rank.get(pair, len(self.rank)), i) for i, pair in enumerate(zip(pieces, pieces[1:], strict=False))]
+            ranked = [(self.rank.get(pair, len(self.rank)), i) for i, pair in enumerate(itertools.pairwise(pieces))]
             best, at = min(ranked)
             if best == len(self.rank):
                 break

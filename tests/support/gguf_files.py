@@ -71,7 +71,8 @@ def _q8_0(blocks: np.ndarray) -> bytes:
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:
-    return (codes[:, :16] | (codes[:, 16:] << 4)).astype(np.uint8)
+    packed: np.ndarray = (codes[:, :16] | (codes[:, 16:] << 4)).astype(np.uint8)
+    return packed
 
 
 def _q4_0(blocks: np.ndarray) -> bytes:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import onnx_ir as ir
@@ -89,11 +91,36 @@ def _read_graph(path: Path) -> ir.Model:
     try:
         import onnx
 
-        model = ir.from_proto(onnx.ModelProto.FromString(data))
+        proto = onnx.ModelProto.FromString(data)
+        _check_texts(proto)
+        with _quiet(logging.getLogger("onnx_ir")):  # it warns of what `verify` below refuses
+            model = ir.from_proto(proto)
     except Exception as error:
         raise SourceError(f"not an ONNX model: {str(error)[:120]}", where=str(path), remedy="write the directory anew") from error
     verify(model, str(path))
     return model
+
+
+def _check_texts(message: Any) -> None:
+    """Protobuf gives a text that is not UTF-8 as bytes: refuse it before it is taken for a name."""
+    for field, value in message.ListFields():
+        if field.type not in {field.TYPE_STRING, field.TYPE_MESSAGE}:
+            continue
+        for item in [value] if isinstance(value, str | bytes) or hasattr(value, "ListFields") else value:
+            if field.type == field.TYPE_MESSAGE:
+                _check_texts(item)
+            elif not isinstance(item, str):
+                raise ValueError(f"a text in {field.full_name} is not UTF-8")
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    old = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(old)
 
 
 def _spec_of_graphs(index: layout.Index, directory: Path, prefill: ir.Model, decode: ir.Model) -> ModelSpec:

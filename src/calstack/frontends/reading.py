@@ -53,7 +53,7 @@ def read_small(path: Path, limit: int) -> bytes:
             size = _regular_size(path, file.fileno())
             if size > limit:
                 bad(path, "", f"{size} bytes is more than the {limit} this file may have")
-            return file.read(limit)
+            return file.read(size)  # read(limit) would allocate the limit
     except OSError as error:
         bad(path, "", f"cannot be read: {error.strerror}", "check the path and its permissions")
 

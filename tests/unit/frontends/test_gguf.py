@@ -260,7 +260,9 @@ def test_a_file_without_output_has_tied_embeddings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["missing", "empty", "directory", "text"])
 def test_what_is_no_source_is_refused(tmp_path: Path, what: str) -> None:
     path = tmp_path / "x"
-    {"missing": lambda: None, "empty": path.touch, "directory": path.mkdir, "text": lambda: path.write_text("hello world, no model")}[what]()
+    {"missing": lambda: None, "empty": path.touch, "directory": path.mkdir, "text": lambda: path.write_text("hello world, no model")}[
+        what
+    ]()
     with pytest.raises(SourceError) as caught:
         open_source(path)
     assert caught.value.remedy

@@ -98,7 +98,7 @@ def test_a_weight_changed_in_one_graph_only_is_refused(kept: Path) -> None:
         graph.initializers[UP].const_value = ir.tensor(np.full((160, 64), 0.5, np.float32), name=UP)
 
     edit(kept, inline, ("decode.onnx",))
-    with pytest.raises(SourceError, match="up_proj.*different data"):
+    with pytest.raises(SourceError, match=r"up_proj.*different data"):
         open_source(kept)
 
 
@@ -128,7 +128,7 @@ def test_data_outside_the_directory_is_refused(kept: Path, location: str) -> Non
         )
 
     edit(kept, lead_out)
-    with pytest.raises(SourceError, match="up_proj.*outside"):
+    with pytest.raises(SourceError, match=r"up_proj.*outside"):
         open_source(kept)
 
 

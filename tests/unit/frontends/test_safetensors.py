@@ -78,10 +78,10 @@ def test_a_header_length_that_does_not_fit_is_refused(tmp_path: Path, size: int)
 @pytest.mark.parametrize("data", [b"", b"abc"])
 def test_a_file_without_a_header_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").write_bytes(data)
-    with pytest.raises(SourceError, match="empty|shorter"):
+    with pytest.raises(SourceError, match=r"empty|shorter"):
         read_safetensors(tmp_path / "x")
 
 
 def test_another_dtype_is_unsupported_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="'a'.*F8_E4M3"):
+    with pytest.raises(UnsupportedError, match=r"'a'.*F8_E4M3"):
         read_safetensors(written(tmp_path / "x", {"a": entry("F8_E4M3", (16,))}, bytes(16)))

@@ -62,5 +62,5 @@ def test_the_decode_graph_gives_what_prefill_gives(bundle: GraphBundle) -> None:
 
 @pytest.mark.parametrize("rows", [[], [[]], [[1, 2], [3]]])
 def test_rows_of_no_or_unequal_length_are_refused(bundle: GraphBundle, rows: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="length|inhomogeneous"):
+    with pytest.raises(ValueError, match=r"length|inhomogeneous"):
         Oracle(bundle).batch(rows)

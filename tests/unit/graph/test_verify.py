@@ -125,10 +125,19 @@ def test_weight_floats_are_read_only_when_asked() -> None:
 
 
 def test_a_large_decoder_is_built_in_under_two_seconds() -> None:
-    rope = RopeSpec(dim=128, theta=1e6)
     spec = ModelSpec(
-        **{"arch": "qwen3", "name": "x", "layers": 36, "hidden": 4096, "intermediate": 12288, "heads": 32, "kv_heads": 8},
-        **{"head_dim": 128, "vocab": 151936, "context": 40960, "rope": rope, "qk_norm": True},
+        arch="qwen3",
+        name="x",
+        layers=36,
+        hidden=4096,
+        intermediate=12288,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        context=40960,
+        rope=RopeSpec(dim=128, theta=1e6),
+        qk_norm=True,
     )
     start = time.monotonic()
     prefill, decode = build_graphs(spec)
