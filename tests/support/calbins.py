@@ -51,7 +51,7 @@ def w8(name: str, n: int, k: int) -> Weight:
 
 def calls() -> tuple[Call, ...]:
     embed, norm = w8("embed", VOCAB, HIDDEN), Vector(tensor="norm", n=HIDDEN)
-    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    shape: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     qkv = w8("qkv", (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN)
     return (
         Embed(weight=embed, out="x"),

@@ -15,7 +15,7 @@ from calstack.quality.text import WINDOW, QualityText, token_windows
 from calstack.specs import Role
 
 if TYPE_CHECKING:
-    from calstack.calbin.manifest import Manifest
+    from calstack.calbin.manifest import Manifest, SourceInfo
     from calstack.graph.evaluate import Oracle
     from calstack.specs import ModelSpec
 
@@ -62,17 +62,18 @@ def measure(
     Raises:
         UsageError: when the text is too short.
     """
-    ids = token_windows(text, tokenizer_json, most=windows, bos=bos_of(manifest.model))
-    progress.stage("quality", len(ids))
     submodel = max((s for s in manifest.submodels if s.role is Role.PREFILL), key=lambda s: s.rows)
-    half = WINDOW // 2
+    size = min(WINDOW, submodel.context)
+    ids = token_windows(text, tokenizer_json, most=windows, bos=bos_of(manifest.model), window=size)
+    progress.stage("quality", len(ids))
+    half = size // 2
     parts = []
     for window in ids:
         row = [int(token) for token in window]
         logits = feeder.run(submodel, [row], first=half)[0]
         parts.append(score_rows(logits[:-1], oracle.logits(row)[half:-1], window[half + 1 :]))
         progress.advance()
-    return _card(parts, text, manifest.source.kind)
+    return _card(parts, text, size, manifest.source)
 
 
 def bos_of(spec: ModelSpec) -> int | None:
@@ -80,14 +81,15 @@ def bos_of(spec: ModelSpec) -> int | None:
     return spec.bos_ids[0] if spec.add_bos and spec.bos_ids else None
 
 
-def _card(parts: Iterable[RowScores], text: QualityText, kind: str) -> QualityCard:
+def _card(parts: Iterable[RowScores], text: QualityText, window: int, source: SourceInfo) -> QualityCard:
     parts = list(parts)
     nll, reference, kl, agree = (np.concatenate([getattr(p, name) for p in parts]) for name in ("nll", "reference_nll", "kl", "agree"))
-    weights = "the file's weights dequantised to f32" if kind == "gguf" else "the source's weights in f32"
+    gguf = "gguf" in {source.kind, source.origin}
+    weights = "the file's weights dequantised to f32" if gguf else "the source's weights in f32"
     return QualityCard(
         text=TextRef(name=text.name, sha256=text.sha256),
         reference=f"onnxruntime on {weights}",
-        window=WINDOW,
+        window=window,
         windows=len(parts),
         scored=len(nll),
         perplexity=_round(np.exp(nll.mean())),

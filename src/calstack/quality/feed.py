@@ -69,7 +69,8 @@ class Feeder:
     def _lane(self, lane: int, sequence: Sequence[int], past: int, share: int, first: int) -> LaneInput:
         # A launch never straddles `first`, so that it wants all of its rows or none.
         end = min(past + share, len(sequence), first if past < first else len(sequence))
-        blocks = range(lane * self._per_lane, (lane + 1) * self._per_lane)
+        used = -(-end // self._manifest.kv.block_positions)
+        blocks = range(lane * self._per_lane, lane * self._per_lane + used)
         wanted = LogitRows.ALL if past >= first else LogitRows.NONE
         return LaneInput(past_len=past, cur_len=end - past, blocks=tuple(blocks), tokens=tuple(sequence[past:end]), logits=wanted)
 

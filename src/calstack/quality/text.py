@@ -38,8 +38,8 @@ def bundled_text() -> QualityText:
     return QualityText(_BUNDLED.removesuffix(".txt"), data)
 
 
-def token_windows(text: QualityText, tokenizer_json: bytes, *, most: int, bos: int | None) -> npt.NDArray[np.int64]:
-    """Ids [windows, WINDOW] of consecutive windows without overlap, at most `most`, as llama-perplexity cuts them.
+def token_windows(text: QualityText, tokenizer_json: bytes, *, most: int, bos: int | None, window: int = WINDOW) -> npt.NDArray[np.int64]:
+    """Ids [windows, window] of consecutive windows without overlap, at most `most`, as llama-perplexity cuts them.
 
     With `bos` the text starts with it, and it stands in place of each window's first token.
 
@@ -50,10 +50,10 @@ def token_windows(text: QualityText, tokenizer_json: bytes, *, most: int, bos: i
 
     ids = [] if bos is None else [bos]
     ids += encode(tokenizer_json, text.text)
-    count = min(most, len(ids) // WINDOW)
-    if len(ids) < 2 * WINDOW:
-        raise UsageError(f"has {len(ids)} tokens, at least {2 * WINDOW} are needed", where=text.name, remedy="give a longer text")
-    windows = np.asarray(ids[: count * WINDOW], np.int64).reshape(count, WINDOW)
+    count = min(most, len(ids) // window)
+    if len(ids) < 2 * window:
+        raise UsageError(f"has {len(ids)} tokens, at least {2 * window} are needed", where=text.name, remedy="give a longer text")
+    windows = np.asarray(ids[: count * window], np.int64).reshape(count, window)
     if bos is not None:
         windows[:, 0] = bos
     return windows
