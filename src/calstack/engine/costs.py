@@ -57,7 +57,7 @@ class StepCosts:
         """Prefill rows that fit beside one decode step in `target_ns`, at least `least`."""
         if self._row_ns is None or not self._decode_ns:
             return least if self._decode_ns else 1 << 30
-        return max(least, int((target_ns - self.decode_ns) / self._row_ns))
+        return max(least, int((target_ns - self.decode_ns) / max(self._row_ns, 1.0)))  # a simulated device may take no time
 
 
 def wait_estimate_s(costs: StepCosts, lanes: int, running: Iterable[Work], queued: Sequence[Work]) -> float:

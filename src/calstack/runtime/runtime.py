@@ -6,6 +6,7 @@ failure the launch and everything submitted behind it are simply run again in th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -266,6 +267,7 @@ class Runtime:
         self.resets += 1
         if self._resets > self._options.max_resets:
             raise DeviceFatal(f"{self._options.max_resets} resets in a row did not help: {cause.what}", where=cause.where)
+        lost = [*self._void, *(_ticket(flight) for flight in self._flying)]
         self._waiting.clear()
         self._flying.clear()
         self._void.clear()
@@ -275,6 +277,9 @@ class Runtime:
             self.device.reset()
         except DeviceError as error:
             raise DeviceFatal(f"reset failed: {error.what}", where=error.where, remedy="restart the engine") from error
+        for ticket in lost:
+            with contextlib.suppress(DeviceError):  # a device may have forgotten it
+                self.device.poll(ticket)
         self._events.append(DeviceWasReset(cause))
 
 
