@@ -55,7 +55,7 @@ class LimitsConfig:
     """Choices that may wait beyond those the engine runs at once."""
     max_queued_tokens: int = 1 << 20
     """Prompt tokens that may wait."""
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 2 << 20
     """Largest request body."""
     max_json_depth: int = 64
     """Deepest nesting of a request body."""

@@ -214,5 +214,5 @@ def _announce(started: Started) -> None:
     info = started.context.supervisor.info
     device = info.device if info else ""
     click.echo(f"calstack serves {started.context.model.id} on {device} at {started.url} (ctrl-c ends it)")
-    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    body = '{"messages": [{"role": "user", "content": "Name the capital of France."}], "temperature": 0}'
     click.echo(f"curl {started.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
