@@ -106,11 +106,12 @@ nb::list kv_move(CpuDevice& device, int calbin, nb::handle moves) {
     nb::tuple t = nb::cast<nb::tuple>(h);
     const int kind = nb::cast<int>(t[0]), src = nb::cast<int>(t[1]), dst = nb::cast<int>(t[2]);
     nb::bytes data = nb::cast<nb::bytes>(t[3]);
-    Move m{static_cast<MoveKind>(kind), src, dst, reinterpret_cast<const uint8_t*>(data.c_str()), nullptr};
+    Move m{static_cast<MoveKind>(kind), src, dst, nullptr, nullptr};
     if (m.kind == MoveKind::copy || m.kind == MoveKind::save) known(src);
     if (m.kind != MoveKind::save) known(dst);
     if (m.kind == MoveKind::restore && data.size() != kv.block_bytes())
       throw BoundError("a block has " + std::to_string(kv.block_bytes()) + " bytes, not " + std::to_string(data.size()));
+    if (m.kind == MoveKind::restore) m.in = reinterpret_cast<const uint8_t*>(data.c_str());  // the caller's list keeps it alive
     if (m.kind == MoveKind::save) {
       nb::bytes out = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(kv.block_bytes())));
       m.out = reinterpret_cast<uint8_t*>(const_cast<char*>(out.c_str()));

@@ -20,9 +20,20 @@ int64_t now_ns() {
 
 }  // namespace
 
+void move_block(KVPool& kv, const Move& m) {
+  switch (m.kind) {
+    case MoveKind::copy: return kv.copy(m.src, m.dst);
+    case MoveKind::save: return kv.save(m.src, m.out);
+    case MoveKind::restore: return kv.restore(m.dst, m.in);
+    case MoveKind::clear: return kv.clear(m.dst);
+  }
+}
+
 CpuDevice::CpuDevice(const KernelTable& kernels, const DeviceOptions& options)
     : kernels_(kernels), options_(options), pool_(options.threads), executor_(kernels, pool_) {
   queue_.resize(static_cast<size_t>(options_.queue_depth));
+  moves_.reserve(kMostMoves);
+  batch_.reserve(kMostMoves);
   sampled_.resize(static_cast<size_t>(4 * options_.queue_depth + 8));
   if (options_.event) event_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   dispatcher_ = std::thread([this] { dispatch(); });
@@ -66,10 +77,12 @@ int CpuDevice::add_calbin(std::unique_ptr<Calbin> calbin) {
 }
 
 void CpuDevice::remove_calbin(int id) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   Loaded* entry = find(id);
   for (const auto& slot : entry->slots)
     if (slot->state == SlotState::queued || slot->state == SlotState::running) throw BoundError("a launch of the calbin is in flight");
+  moves_.erase(std::remove_if(moves_.begin(), moves_.end(), [id](const QueuedMove& m) { return m.calbin_id == id; }), moves_.end());
+  done_.wait(lock, [this] { return !moving_; });
   for (const auto& slot : entry->slots) unclaimed_ -= slot->state == SlotState::done ? 1 : 0;
   loaded_.erase(loaded_.begin() + (entry - loaded_.data()));
   drain_event();
@@ -183,21 +196,21 @@ void CpuDevice::drop_queue(Outcome outcome, const char* error) {
 }
 
 void CpuDevice::wait_idle(std::unique_lock<std::mutex>& lock) {
-  done_.wait(lock, [this] { return waiting_ == 0 && running_ == nullptr; });
+  done_.wait(lock, [this] { return idle(); });
 }
 
 void CpuDevice::kv_move(int calbin_id, const std::vector<Move>& moves) {
   std::unique_lock lock(mutex_);
   KVPool& kv = find(calbin_id)->calbin->kv;
-  wait_idle(lock);
-  for (const Move& m : moves) {
-    switch (m.kind) {
-      case MoveKind::copy: kv.copy(m.src, m.dst); break;
-      case MoveKind::save: kv.save(m.src, m.out); break;
-      case MoveKind::restore: kv.restore(m.dst, m.in); break;
-      case MoveKind::clear: kv.clear(m.dst); break;
-    }
+  const bool host = std::any_of(moves.begin(), moves.end(), [](const Move& m) { return m.in != nullptr || m.out != nullptr; });
+  if (idle() || host || moves_.size() + moves.size() > kMostMoves) {
+    wait_idle(lock);
+    for (const Move& m : moves) move_block(kv, m);
+    return;
   }
+  for (const Move& m : moves) moves_.push_back({next_ticket_ - 1, calbin_id, m});
+  lock.unlock();
+  queued_.notify_one();
 }
 
 int64_t CpuDevice::alloc(size_t bytes) {
@@ -249,14 +262,15 @@ MemoryUse CpuDevice::memory() const {
 
 bool CpuDevice::busy() const {
   std::lock_guard lock(mutex_);
-  return waiting_ > 0 || running_ != nullptr;
+  return !idle();
 }
 
 void CpuDevice::reset() {
   std::unique_lock lock(mutex_);
   abort_.store(true);
   drop_queue(Outcome::needs_reset, "the device was reset");
-  done_.wait(lock, [this] { return running_ == nullptr; });
+  moves_.clear();
+  done_.wait(lock, [this] { return running_ == nullptr && !moving_; });
   abort_.store(false);
   for (auto& l : loaded_) l.calbin->kv.clear_all();
   for (auto& s : sampled_) s.ticket = -1;

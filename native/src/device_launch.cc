@@ -120,15 +120,42 @@ void CpuDevice::dispatch() {
     {
       std::unique_lock lock(mutex_);
       if (waiting_ == 0) pool_.park();
-      queued_.wait(lock, [this] { return stop_ || waiting_ > 0; });
+      queued_.wait(lock, [this] { return stop_ || waiting_ > 0 || !moves_.empty(); });
       if (stop_) return drop_queue(Outcome::cancelled, "the device was closed");
-      slot = running_ = queue_[static_cast<size_t>(head_)];
-      head_ = (head_ + 1) % options_.queue_depth;
-      --waiting_;
-      slot->state = SlotState::running;
+      if (waiting_ > 0) {
+        slot = running_ = queue_[static_cast<size_t>(head_)];
+        head_ = (head_ + 1) % options_.queue_depth;
+        --waiting_;
+        slot->state = SlotState::running;
+      }
+      take_moves(slot != nullptr ? slot->ticket : next_ticket_);
     }
-    execute(*slot);
+    if (moving_) apply_moves();
+    if (slot != nullptr) execute(*slot);
   }
+}
+
+// Moves queued before launch `before` go to the batch.
+void CpuDevice::take_moves(int64_t before) {
+  const auto later = std::find_if(moves_.begin(), moves_.end(), [before](const QueuedMove& m) { return m.after >= before; });
+  batch_.assign(moves_.begin(), later);
+  moves_.erase(moves_.begin(), later);
+  moving_ = !batch_.empty();
+}
+
+// Outside the lock, so that giving pages back delays no submit; a calbin is not unloaded meanwhile.
+void CpuDevice::apply_moves() {
+  for (const QueuedMove& m : batch_) {
+    KVPool* kv = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      kv = &find(m.calbin_id)->calbin->kv;
+    }
+    move_block(*kv, m.move);
+  }
+  std::lock_guard lock(mutex_);
+  moving_ = false;
+  done_.notify_all();
 }
 
 void CpuDevice::execute(Slot& slot) {

@@ -62,6 +62,10 @@ struct Move {
   uint8_t* out;       // save
 };
 
+void move_block(KVPool& kv, const Move& m);
+
+constexpr size_t kMostMoves = 1024;  // queued at once
+
 struct MemoryUse {
   size_t parameters = 0, kv = 0, activations = 0, buffers = 0;
 };
@@ -90,7 +94,8 @@ class CpuDevice {
   bool cancel(int64_t ticket);
   int event_fd() const { return event_fd_; }
 
-  // Waits until the queue is empty, then moves blocks in order.
+  // Moves blocks in order, after the launches queued so far. Copies and clears are queued behind them; with a save or a restore,
+  // or with more than kMostMoves waiting, it waits until the queue is empty.
   void kv_move(int calbin_id, const std::vector<Move>& moves);
 
   int64_t alloc(size_t bytes);
@@ -112,6 +117,11 @@ class CpuDevice {
     int64_t id;
     Region region;
   };
+  struct QueuedMove {
+    int64_t after;  // ticket of the last launch before it
+    int calbin_id;
+    Move move;
+  };
   // Token ids a launch sampled, kept for later launches that take theirs from it.
   struct Sampled {
     int64_t ticket = -1;
@@ -129,11 +139,14 @@ class CpuDevice {
   void place_rows(Slot& slot);
   void remember(const Slot& slot);
   void dispatch();
+  void take_moves(int64_t before);
+  void apply_moves();
   void execute(Slot& slot);
   bool resolve_tokens(Slot& slot);
   void finish(Slot& slot);
   void complete(Slot& slot, Outcome outcome, const char* error);
   void drop_queue(Outcome outcome, const char* error);
+  bool idle() const { return waiting_ == 0 && running_ == nullptr && moves_.empty() && !moving_; }
   void wait_idle(std::unique_lock<std::mutex>& lock);
   void drain_event();
 
@@ -149,6 +162,8 @@ class CpuDevice {
   std::vector<Slot*> queue_;  // ring of options_.queue_depth
   int head_ = 0, waiting_ = 0;
   Slot* running_ = nullptr;
+  std::vector<QueuedMove> moves_, batch_;  // waiting; taken by the dispatcher
+  bool moving_ = false;
   int unclaimed_ = 0;
   std::vector<Sampled> sampled_;  // ring by ticket
   int64_t next_ticket_ = 1, next_buffer_ = 1;
