@@ -174,7 +174,7 @@ def _wakeups(pid: int) -> int:
 
 
 def test_stream_goes_on_with_its_tokens_when_the_engine_process_is_killed(server: Served) -> None:
-    body = {"prompt": "Tell me about the sea.", "max_tokens": 120, "temperature": 1.0, "seed": 9, "ignore_eos": True}
+    body: dict[str, Any] = {"prompt": "Tell me about the sea.", "max_tokens": 120, "temperature": 1.0, "seed": 9, "ignore_eos": True}
     whole = server.complete(**body)
     parts = []
     for number, text in enumerate(streamed(server, **body)):
@@ -199,7 +199,7 @@ def test_sigterm_lets_a_stream_finish_and_exits_with_zero(smollm2_calbin: Path, 
     with served(smollm2_calbin, tmp_path / "log") as server:
         whole = server.complete("The sun is", max_tokens=100, ignore_eos=True)
         parts = []
-        body = {"prompt": "The sun is", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {"prompt": "The sun is", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
         for number, text in enumerate(streamed(server, **body)):
             parts.append(text)
             if number == 5:

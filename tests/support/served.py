@@ -57,7 +57,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(calbin: Path, log: Path, *options: str) -> Iterator[Served]:
+def served(calbin: Path, log: Path, *options: str, exit_code: int = 0) -> Iterator[Served]:
     """Start on a free port, yield when ready, end and check the exit code."""
     command = [sys.executable, "-m", "calstack", "serve", str(calbin), "--port", "0", *options]
     began = time.monotonic()
@@ -75,7 +75,7 @@ def served(calbin: Path, log: Path, *options: str) -> Iterator[Served]:
             server.openai.close()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0, log.read_text()
+        assert process.wait(20) == exit_code, log.read_text()
     finally:
         process.kill()
         process.wait()

@@ -29,7 +29,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     max_leaves=6,
 )
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
     "/v1/completions": {"prompt": "x", "max_tokens": 3},
     "/tokenize": {"content": "x"},
