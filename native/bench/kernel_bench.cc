@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "bench/ceilings.h"
+#include "calstack/ceilings.h"
 #include "calstack/kernels.h"
 #include "packed.h"
 
@@ -114,7 +114,7 @@ Result time_linear(const KernelTable& t, const Shape& s, int rows, int threads) 
       }
   };
   const double calls = (double)repeats * (double)copies;
-  return {bench::best_of(5, threads, work) / calls, ops, (double)bytes};
+  return {best_of(5, threads, work) / calls, ops, (double)bytes};
 }
 
 // One line; the read limit is measured around every run that streams weights, because it moves with the machine's neighbours.
@@ -125,11 +125,11 @@ void print_row(const char* name, int rows, int threads, const Result& r, double 
   std::printf("\n");
 }
 
-void bench_shape(const KernelTable& t, const Shape& s, int rows, int threads, double peak, const bench::ReadCeiling& ceiling) {
+void bench_shape(const KernelTable& t, const Shape& s, int rows, int threads, double peak, const ReadCeiling& ceiling) {
   const bool streams = rows <= 8;
-  double read = streams ? ceiling.gbs(threads) : 0;
+  double read = streams ? ceiling.gbs(t, threads) : 0;
   const Result r = time_linear(t, s, rows, threads);
-  if (streams) read = std::max(read, ceiling.gbs(threads));
+  if (streams) read = std::max(read, ceiling.gbs(t, threads));
   print_row(s.name, rows, threads, r, peak, read);
 }
 
@@ -143,7 +143,7 @@ void time_rows_kernels(const KernelTable& t) {
       const auto run = [&](int) {
         for (int i = 0; i < 50; ++i) t.quant_rows(a.x.get(), (size_t)k, norm, a.q, 0, 128);
       };
-      const double s = bench::best_of(6, 1, run) / 50 / 128;
+      const double s = best_of(6, 1, run) / 50 / 128;
       std::printf("quant_rows k=%-5d norm=%d %8.1f ns per row, %5.2f GB/s\n", k, normed, s * 1e9, 4.0 * k / s / 1e9);
     }
 }
@@ -176,10 +176,10 @@ int main(int argc, char** argv) {
     return 2;
   }
   if (o.only.empty()) time_rows_kernels(*t);
-  const bench::ReadCeiling ceiling(kStream);
+  const ReadCeiling ceiling(kStream);
   for (int threads : {1, o.threads}) {
-    const double peak = bench::int8_gops(threads);
-    std::printf("\n%s, %d threads: int8 peak %.0f GOP/s, read limit %.1f GB/s\n", t->name, threads, peak, ceiling.gbs(threads));
+    const double peak = int8_peak_gops(*t, threads);
+    std::printf("\n%s, %d threads: int8 peak %.0f GOP/s, read limit %.1f GB/s\n", t->name, threads, peak, ceiling.gbs(*t, threads));
     std::printf("%-16s %5s %2s %10s %9s %7s %8s %s\n", "layer", "rows", "t", "us", "GOP/s", "peak", "GB/s", "of the read limit");
     for (const Shape& s : kShapes)
       if (std::string(s.name).find(o.only) != std::string::npos)

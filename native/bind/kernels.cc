@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "../src/packed.h"
+#include "calstack/ceilings.h"
 
 namespace calstack::bind {
 namespace {
@@ -130,6 +131,17 @@ std::vector<std::string> isas() {
   return names;
 }
 
+double int8_peak(const std::string& isa, int threads) {
+  require(threads > 0 && threads <= 1024, "[kernels] threads must be between 1 and 1024");
+  return int8_peak_gops(table_named(isa), threads);
+}
+
+double read_limit(const std::string& isa, int threads, size_t bytes) {
+  require(threads > 0 && threads <= 1024, "[kernels] threads must be between 1 and 1024");
+  require(bytes >= 1u << 20 && bytes <= size_t{16} << 30, "[kernels] bytes must be between 1 MiB and 16 GiB");
+  return ReadCeiling(bytes).gbs(table_named(isa), threads);
+}
+
 }  // namespace
 
 void init_kernels(nb::module_& core) {
@@ -147,6 +159,10 @@ void init_kernels(nb::module_& core) {
   m.def("linear_f", &linear_f, nb::arg("isa"), nb::arg("weight"), nb::arg("x"), nb::arg("out"), nb::arg("bias") = nb::none(),
         nb::arg("epilogue") = "store", nb::arg("act") = "silu", nb::arg("blocks") = nb::none(),
         "Writes f32 products into out [rows, >= columns].");
+  m.def("int8_peak", &int8_peak, nb::arg("isa"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>(),
+        "GOP/s of int8 products over registers: the ceiling of compute.");
+  m.def("read_limit", &read_limit, nb::arg("isa"), nb::arg("threads"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>(),
+        "GB/s of a prefetching read over a buffer of `bytes`: the ceiling of memory.");
   m.def("embed_rows", &embed_rows, nb::arg("isa"), nb::arg("weight"), nb::arg("ids"), nb::arg("scale") = 1.0f, "Rows [ids, k], f32.");
 }
 

@@ -15,9 +15,17 @@
   void fill_rope_kv(KernelTable& t);        /* rope_table, qk_norm_rope_kv: rope_kv.cc */                      \
   void fill_attention(KernelTable& t);      /* attention, attention_split, attention_merge: attention.cc */    \
   void fill_sampler(KernelTable& t);        /* sample: sampler.cc */                                           \
+  CeilingLoops ceiling_loops();             /* ceiling_loops.cc */                                             \
   }
 
 namespace calstack {
+
+// What ceilings.cc times. Results are returned so that no loop is left out.
+struct CeilingLoops {
+  int (*products)(long loops);
+  double operations;  // of one loop
+  int (*read)(const char* p, size_t bytes);
+};
 
 CALSTACK_DECLARE_PARTS(reference)  // native/src/ref/ref_*.cc
 CALSTACK_DECLARE_PARTS(portable)
@@ -25,6 +33,7 @@ CALSTACK_DECLARE_PARTS(avx2)
 CALSTACK_DECLARE_PARTS(avx512)
 
 namespace avx2_vnni {
+CeilingLoops ceiling_loops();
 void fill_linear_q(KernelTable& t);  // the other families of such a CPU are those of avx2
 }
 

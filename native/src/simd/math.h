@@ -5,22 +5,38 @@
 namespace calstack {
 namespace CALSTACK_ISA {
 
-CALSTACK_INLINE F32x16 exp(F32x16 x) {
+// exp of n vectors at once, step by step: a single chain of dependent steps leaves the units idle. `negative`: no value is above 0.
+template <int n, bool negative> CALSTACK_INLINE void exp_each(F32x16 (&x)[n]) {
+  const float coefficients[] = {0x1.123bccp-7f, 0x1.555b98p-5f, 0x1.55548ep-3f, 0x1.fffff8p-2f, 1.0f, 1.0f};
   const F32x16 low = F32x16::broadcast(-87.0f);
-  const Mask16 vanishes = less(x, low);
-  x = min(F32x16::broadcast(88.0f), max(low, x));  // this order lets a NaN through
-  const F32x16 n = rint(x * F32x16::broadcast(0x1.715476p+0f));
-  F32x16 r = fma(n, F32x16::broadcast(-0x1.62e4p-1f), x);
-  r = fma(n, F32x16::broadcast(-0x1.7f7d1cp-20f), r);
-  F32x16 p = F32x16::broadcast(0x1.6850e4p-10f);
-  p = fma(p, r, F32x16::broadcast(0x1.123bccp-7f));
-  p = fma(p, r, F32x16::broadcast(0x1.555b98p-5f));
-  p = fma(p, r, F32x16::broadcast(0x1.55548ep-3f));
-  p = fma(p, r, F32x16::broadcast(0x1.fffff8p-2f));
-  p = fma(p, r, F32x16::broadcast(1.0f));
-  p = fma(p, r, F32x16::broadcast(1.0f));
-  const F32x16 y = as_f32(as_i32(p) + shift_left<23>(to_i32(n)));
-  return select(vanishes, F32x16::zero(), y);
+  Mask16 vanishes[n];
+  F32x16 k[n], p[n];
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) {
+    vanishes[i] = less(x[i], low);
+    x[i] = max(x[i], low);
+    if (!negative) x[i] = min(x[i], F32x16::broadcast(88.0f));
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) k[i] = rint(x[i] * F32x16::broadcast(0x1.715476p+0f));
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) x[i] = fma(k[i], F32x16::broadcast(-0x1.62e4p-1f), x[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) x[i] = fma(k[i], F32x16::broadcast(-0x1.7f7d1cp-20f), x[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) p[i] = F32x16::broadcast(0x1.6850e4p-10f);
+#pragma GCC unroll 8
+  for (int c = 0; c < 6; ++c)
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) p[i] = fma(p[i], x[i], F32x16::broadcast(coefficients[c]));
+#pragma GCC unroll 8
+  for (int i = 0; i < n; ++i) x[i] = select(vanishes[i], F32x16::zero(), as_f32(as_i32(p[i]) + shift_left<23>(to_i32(k[i]))));
+}
+
+CALSTACK_INLINE F32x16 exp(F32x16 x) {
+  F32x16 one[1] = {x};
+  exp_each<1, false>(one);
+  return one[0];
 }
 
 CALSTACK_INLINE F32x16 sigmoid(F32x16 x) {

@@ -13,7 +13,11 @@
 #error "compile with CALSTACK_ISA=portable|avx2|avx2_vnni|avx512"
 #endif
 
+#if defined(CALSTACK_SANITIZE)
+#define CALSTACK_INLINE inline  // checks in every lane of forced inlining take minutes to compile
+#else
 #define CALSTACK_INLINE inline __attribute__((always_inline))
+#endif
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include "simd/avx512.h"

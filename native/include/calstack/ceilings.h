@@ -1,0 +1,30 @@
+// What this machine can do at most, measured: int8 products per second and bytes read per second. The bound of every roofline.
+#pragma once
+#include <cstddef>
+#include <functional>
+
+#include "calstack/kernels.h"
+
+namespace calstack {
+
+// Seconds of the fastest of `tries` runs of work(thread) on `threads` threads, started anew for each run.
+double best_of(int tries, int threads, const std::function<void(int)>& work);
+
+// GOP/s of int8 products over registers, by the instructions that `table` uses (a product and its addition count as two).
+double int8_peak_gops(const KernelTable& table, int threads);
+
+// A buffer much larger than the caches, read with prefetches; each thread reads one part of it, a few times over.
+class ReadCeiling {
+ public:
+  explicit ReadCeiling(size_t bytes);
+  ~ReadCeiling();
+  ReadCeiling(const ReadCeiling&) = delete;
+  ReadCeiling& operator=(const ReadCeiling&) = delete;
+  double gbs(const KernelTable& table, int threads) const;
+
+ private:
+  char* data_;
+  size_t bytes_;
+};
+
+}  // namespace calstack
