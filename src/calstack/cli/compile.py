@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from calstack.cli.app import Context
-from calstack.cli.params import compile_options, json_option
+from calstack.cli.params import compile_options, json_option, parse_quant
 from calstack.cli.progress import show_progress
 from calstack.errors import UsageError
-from calstack.specs import KVDType
+from calstack.specs import KVDType, QuantSpec
 
 if TYPE_CHECKING:
     from calstack.api import CompileOptions
@@ -41,7 +41,7 @@ def compile_command(obj: Context, /, source: str, out: Path, force: bool, as_jso
     SOURCE is a GGUF file, a Hugging Face directory (config.json, safetensors, tokenizer.json), a directory of
     ONNX graphs that --keep-onnx wrote, a hub id (org/name), or a demo name.
     """
-    options = _options(**choices)
+    options = _options(source, **choices)
     _check_out(out, force=force)
     with show_progress() as progress:
         _compile(source, out, options, obj.cache, progress, force=force)
@@ -66,7 +66,7 @@ def pull(obj: Context, /, name: str, force: bool, as_json: bool, **choices: Any)
         raise UsageError(
             "no such demo model", where=name, remedy=f"demo models: {', '.join(hub.demos())}; for a path use `calstack compile`"
         )
-    options = _options(**choices, keep_onnx=None, quality_text=None)
+    options = _options(name, **choices, keep_onnx=None, quality_text=None)
     from calstack.cli.store import calbin_path, is_whole
 
     out = calbin_path(obj.cache, name, options)
@@ -78,15 +78,25 @@ def pull(obj: Context, /, name: str, force: bool, as_json: bool, **choices: Any)
 
 
 def _options(
-    *, kv_dtype: str | None, quality_text: Path | None, batches: tuple[int, ...], keep_onnx: Path | None, **choices: Any
+    source: str,
+    *,
+    quant: QuantSpec | None,
+    kv_dtype: str | None,
+    quality_text: Path | None,
+    batches: tuple[int, ...],
+    keep_onnx: Path | None,
+    **choices: Any,
 ) -> CompileOptions:
     if util.find_spec("onnx_ir") is None or util.find_spec("onnxruntime") is None:
         raise UsageError("compiling needs the compile extra", remedy="pip install 'calstack[compile]'")
     from calstack.api import CompileOptions
+    from calstack.frontends import hub
 
     text = quality_text.read_text("utf-8") if quality_text else None
     kv = KVDType(kv_dtype) if kv_dtype else None
-    return CompileOptions(batches=batches, keep_onnx=keep_onnx, kv_dtype=kv, quality_text=text, **choices)
+    demo = None if Path(source).exists() else hub.demos().get(source)
+    quant = quant or parse_quant(demo.quant if demo else "source")
+    return CompileOptions(quant=quant, batches=batches, keep_onnx=keep_onnx, kv_dtype=kv, quality_text=text, **choices)
 
 
 def _check_out(out: Path, *, force: bool) -> None:

@@ -11,7 +11,7 @@ import click
 
 from calstack.specs import KVDType, QuantSpec, WeightFormat
 
-__all__ = ["CALBIN", "Bytes", "Ints", "Quant", "compile_options", "device_options", "json_option"]
+__all__ = ["CALBIN", "Bytes", "Ints", "Quant", "compile_options", "device_options", "json_option", "parse_quant"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 CALBIN = click.Path(path_type=Path)
@@ -89,7 +89,7 @@ def compile_options(command: F) -> F:
     """Options that say what to compile; `pull` and `compile` share them."""
     for option in reversed(
         (
-            click.option("--quant", type=Quant(), default="source", help="Weights: w4a8, w8a8, f32, …; default: as the source has them."),
+            click.option("--quant", type=Quant(), help="Weights: w4a8, w8a8, f32, …  [default: source, as it has them]"),
             click.option("--batch", "batches", type=Ints(), default="1,4,8,16", show_default=True, help="Decode batches."),
             click.option("--context", type=click.IntRange(1), help="Most positions of a request.  [default: the model's]"),
             click.option("--kv", "kv_dtype", type=click.Choice([k.value for k in KVDType]), help="Element type of the KV cache."),

@@ -126,6 +126,10 @@ def spec_of(file: GGUFFile) -> ModelSpec:
     meta = file.metadata
     arch = meta.text("general.architecture")
     family = family_of(arch, f"{file.path}: general.architecture")
+    if meta.integer("split.count", 0, 1 << 16, 1) > 1:
+        raise UnsupportedError(
+            "a file split into parts is not supported", where=f"{file.path}: split.count", remedy="merge the parts first"
+        )
     vocab = _entry(file, "token_embd.weight", 2).shape[0]
     if vocab > limits.MAX_VOCAB:
         bad(file.path, "tensor 'token_embd.weight'", f"a vocabulary of {vocab} is more than {limits.MAX_VOCAB}")

@@ -48,6 +48,7 @@ class Demo:
     member_sha256: str
     member_bytes: int
     licence: str
+    quant: str = "source"  # what `--quant` is where nobody says otherwise
 
 
 def demos() -> dict[str, Demo]:
