@@ -128,29 +128,60 @@ void cap_scores(float* s, int from, int to, float softcap) {
   for (int v = from; v < to; v += 16) (cap * tanh(F32x16::load(s + v) / cap)).store(s + v);
 }
 
-// Turns a vector's scores into p where it sees keys, and leaves its M and L.
-void softmax(const Batch& b, int i, int split) {
-  const Range r = b.seen(i, split * kSplitKeys, kSplitKeys);
-  b.x.m[i] = kMinusInf;
-  b.x.l[i] = 0.0f;
-  if (r.empty()) return;
-  float* s = b.scores(i);
-  const int from = r.lo & ~15, to = (r.hi + 15) & ~15;
-  if (b.s.softcap != 0.0f) cap_scores(s, from, to, b.s.softcap);
-  if (r.lo > from) keep_lanes(s + from, {r.lo - from, r.hi - from});
-  if (r.hi < to) keep_lanes(s + to - 16, {r.lo - to + 16, r.hi - to + 16});
-  F32x16 top = F32x16::load(s + from);
-  for (int v = from + 16; v < to; v += 16) top = max(top, F32x16::load(s + v));
-  const float m = max_lane(top);
-  const F32x16 highest = F32x16::broadcast(m);
-  F32x16 sum = F32x16::zero();
-  for (int v = from; v < to; v += 16) {
-    const F32x16 p = exp(F32x16::load(s + v) - highest);
-    p.store(s + v);
-    sum = sum + p;
+CALSTACK_INLINE float highest_score(const float* s, int n) {
+  F32x16 top[4];
+  for (int j = 0; j < 4; ++j) top[j] = F32x16::load(s + smaller(j * 16, n - 16));
+  for (int v = 64; v < n; v += 16) top[v / 16 % 4] = max(top[v / 16 % 4], F32x16::load(s + v));
+  return max_lane(max(max(top[0], top[1]), max(top[2], top[3])));
+}
+
+template <int N>
+CALSTACK_INLINE F32x16 exp_block(float* s, F32x16 m, F32x16 sum) {
+  F32x16 p[N];
+#pragma GCC unroll 8
+  for (int j = 0; j < N; ++j) p[j] = F32x16::load(s + j * 16) - m;
+  exp_each<N, true>(p);
+#pragma GCC unroll 8
+  for (int j = 0; j < N; ++j) {
+    p[j].store(s + j * 16);
+    sum = sum + p[j];
   }
-  b.x.m[i] = m;
-  b.x.l[i] = tree_sum(sum);
+  return sum;
+}
+
+// Scores to p; returns the sixteen sums.
+CALSTACK_INLINE F32x16 exp_scores(float* s, int n, F32x16 m) {
+  constexpr int together = kWide ? 8 : 2;
+  F32x16 sum = F32x16::zero();
+  int v = 0;
+  for (; v + together * 16 <= n; v += together * 16) sum = exp_block<together>(s + v, m, sum);
+  for (; kWide && v + 32 <= n; v += 32) sum = exp_block<2>(s + v, m, sum);
+  for (; v < n; v += 16) sum = exp_block<1>(s + v, m, sum);
+  return sum;
+}
+
+// Whole vectors of sixteen that hold the seen keys.
+Range whole(Range r) { return {r.lo & ~15, (r.hi + 15) & ~15}; }
+
+// Ends a vector's scores (cap, unseen keys to -inf) and finds M.
+float end_scores(const Batch& b, float* s, Range r) {
+  const Range all = whole(r);
+  if (b.s.softcap != 0.0f) cap_scores(s, all.lo, all.hi, b.s.softcap);
+  if (r.lo > all.lo) keep_lanes(s + all.lo, {r.lo - all.lo, r.hi - all.lo});
+  if (r.hi < all.hi) keep_lanes(s + all.hi - 16, {r.lo - all.hi + 16, r.hi - all.hi + 16});
+  return highest_score(s + all.lo, all.hi - all.lo);
+}
+
+// Scores to p, M and L of every vector. All maxima come first: each is a chain that the processor overlaps with the others.
+void softmax(const Batch& b, int split) {
+  for (int i = 0; i < b.n; ++i) {
+    const Range r = b.seen(i, split * kSplitKeys, kSplitKeys);
+    b.x.m[i] = r.empty() ? kMinusInf : end_scores(b, b.scores(i), r);
+  }
+  for (int i = 0; i < b.n; ++i) {
+    const Range all = whole(b.seen(i, split * kSplitKeys, kSplitKeys));
+    b.x.l[i] = all.empty() ? 0.0f : tree_sum(exp_scores(b.scores(i) + all.lo, all.hi - all.lo, F32x16::broadcast(b.x.m[i])));
+  }
 }
 
 // --- values --------------------------------------------------------------------------------------------------------------
@@ -221,7 +252,7 @@ template <class T>
 void take_split(const Batch& b, int split) {
   const Range tiles = b.tiles(split);
   score_split<T>(b, tiles);
-  for (int i = 0; i < b.n; ++i) softmax(b, i, split);
+  softmax(b, split);
   value_split<T>(b, tiles);
 }
 

@@ -46,7 +46,9 @@ struct NoHint {
 template <int R, int N, class T, class Hint>
 CALSTACK_INLINE void score_block(const float* q, const T* k, size_t dim, float* s, Hint ahead) {
   F32x16 acc[R][N];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) acc[r][n] = F32x16::zero();
   for (size_t d = 0; d < dim; ++d) {
     F32x16 key[N];
@@ -60,14 +62,18 @@ CALSTACK_INLINE void score_block(const float* q, const T* k, size_t dim, float* 
     }
     ahead.touch();
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int n = 0; n < N; ++n) acc[r][n].store(s + static_cast<size_t>(r) * kScoreStride + n * 16);
 }
 
 template <int R, int D, class T, class Hint>
 CALSTACK_INLINE void value_block(const float* p, const T* v, size_t v_stride, int lo, int hi, float* o, Hint ahead) {
   F32x16 acc[R][D];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int n = 0; n < D; ++n) acc[r][n] = F32x16::load(o + static_cast<size_t>(r) * kRowStride + n * 16);
   const T* row = v + static_cast<size_t>(lo) * v_stride;
   for (int j = lo; j < hi; ++j, row += v_stride) {
@@ -82,7 +88,9 @@ CALSTACK_INLINE void value_block(const float* p, const T* v, size_t v_stride, in
     }
     ahead.touch();
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int n = 0; n < D; ++n) acc[r][n].store(o + static_cast<size_t>(r) * kRowStride + n * 16);
 }
 
