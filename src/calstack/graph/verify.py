@@ -8,12 +8,14 @@ import onnx_ir as ir
 
 from calstack.errors import SourceError
 from calstack.graph.names import INPUT_IDS, LOGITS, PAST_LEN, POSITIONS, is_kv, kv_in, kv_out
-from calstack.graph.walk import kv_layers, name_of, read_values
+from calstack.graph.walk import kv_layers, name_of, read_values, weights_of
 
 __all__ = ["OPSETS", "verify"]
 
 OPSETS = range(23, 25)  # with Attention, RMSNormalization and RotaryEmbedding, and native kernels in onnxruntime
 _MAX_NODES = 1_000_000
+_MAX_DIM = 1024
+_MAX_CONSTANT_BYTES = 1 << 24
 
 Broken = Iterator[tuple[str, str]]  # where, what
 
@@ -70,8 +72,9 @@ def _kv_of_layer(graph: ir.Graph, layer: int) -> Broken:
         name = kv_in(layer, which)
         yield from _is_tensor(inputs.get(name), name, ir.DataType.FLOAT, 4)
         shape = inputs[name].shape
-        if shape is None or not isinstance(shape[1], int) or not isinstance(shape[3], int):
-            yield f"input {name!r}", "its heads and head size must be numbers"
+        heads, size = (shape[1], shape[3]) if shape is not None else (None, None)
+        if not (isinstance(heads, int) and isinstance(size, int) and 1 <= heads <= _MAX_DIM and 1 <= size <= _MAX_DIM):
+            yield f"input {name!r}", f"its heads and head size must be numbers from 1 to {_MAX_DIM}"
         if kv_out(layer, which) not in outputs:
             yield f"output {kv_out(layer, which)!r}", "it is missing"
 
@@ -87,6 +90,26 @@ def _initializers(model: ir.Model) -> Broken:
             yield f"initializer {name[:80]!r}", "it has no data"
         elif not all(isinstance(dim, int) and dim >= 0 for dim in value.shape):
             yield f"initializer {name[:80]!r}", f"its shape {value.shape} is not a list of numbers"
+
+
+def _constants(model: ir.Model) -> Broken:
+    """What is not a weight (shapes, frequencies, scalars) is small, inside the file, and whole."""
+    weights = weights_of(model.graph)
+    for name, value in model.graph.initializers.items():
+        data = value.const_value
+        if name in weights or data is None:
+            continue
+        if isinstance(data, ir.ExternalTensor) or data.nbytes > _MAX_CONSTANT_BYTES:
+            yield f"initializer {name[:80]!r}", "a constant that is no weight must be small and inside the graph's file"
+        elif not _is_whole(data):
+            yield f"initializer {name[:80]!r}", "its data do not fit its shape"
+
+
+def _is_whole(data: ir.TensorProtocol) -> bool:
+    try:
+        return tuple(data.numpy().shape) == tuple(data.shape.numpy())
+    except Exception:  # noqa: BLE001  # whatever a damaged tensor raises
+        return False
 
 
 def _values(model: ir.Model) -> Broken:
@@ -119,4 +142,4 @@ def _shown(node: ir.Node) -> str:
     return f"{name[:80]!r} ({node.op_type[:40]})"
 
 
-_RULES: tuple[Callable[[ir.Model], Broken], ...] = (_opset, _inputs, _kv, _logits, _initializers, _values, _nodes)
+_RULES: tuple[Callable[[ir.Model], Broken], ...] = (_opset, _inputs, _kv, _logits, _initializers, _constants, _values, _nodes)

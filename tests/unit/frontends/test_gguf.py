@@ -235,6 +235,11 @@ def test_an_unknown_architecture_is_unsupported(tmp_path: Path) -> None:
         open_source(write_tiny_gguf(tmp_path / "m.gguf", **{"general.architecture": "mamba"}))
 
 
+def test_one_part_of_a_split_model_is_unsupported(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"split\.count.*merge"):
+        open_source(write_tiny_gguf(tmp_path / "m.gguf", split__count=2))
+
+
 def test_a_missing_tensor_is_named_as_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"blk\.1\.ffn_up\.weight.*missing"):
         open_source(written(tmp_path / "m.gguf", **{"blk.1.ffn_up.weight": None}))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -38,6 +39,26 @@ def set_dtype(graph: ir.Graph) -> None:
 
 def symbolic_heads(graph: ir.Graph) -> None:
     next(v for v in graph.inputs if v.name == "kv.1.v").shape = ir.Shape(["batch", "heads", "past", 32])
+
+
+def huge_head(graph: ir.Graph) -> None:
+    next(v for v in graph.inputs if v.name == "kv.1.v").shape = ir.Shape(["batch", 2, "past", 1 << 40])
+
+
+def external_constant(graph: ir.Graph) -> None:
+    shape = ir.Shape([16])
+    tensor = ir.ExternalTensor("weights.bin", 0, 64, ir.DataType.FLOAT, shape=shape, name="x")
+    graph.initializers["model.rotary_emb.inv_freq"].const_value = tensor
+
+
+def short_constant(graph: ir.Graph) -> None:
+    proto = onnx.TensorProto(dims=[1 << 20], data_type=1, raw_data=b"1234", name="x")
+    graph.initializers["model.rotary_emb.inv_freq"].const_value = ir.serde.deserialize_tensor(proto)
+
+
+def huge_constant(graph: ir.Graph) -> None:
+    proto = onnx.TensorProto(dims=[1 << 40], data_type=1, raw_data=b"1234", name="x")
+    graph.initializers["model.rotary_emb.inv_freq"].const_value = ir.serde.deserialize_tensor(proto)
 
 
 def no_data(graph: ir.Graph) -> None:
@@ -85,6 +106,10 @@ def stray_output(graph: ir.Graph) -> None:
         (symbolic_heads, r"kv\.1\.v.*must be numbers"),
         (drop_output("kv.1.v.out"), r"'kv\.1\.v\.out': it is missing"),
         (drop_output("logits"), "'logits': it is missing"),
+        (huge_head, r"kv\.1\.v.*from 1 to 1024"),
+        (external_constant, r"inv_freq.*small and inside"),
+        (huge_constant, r"inv_freq.*small and inside"),
+        (short_constant, r"inv_freq.*do not fit"),
         (no_data, r"model\.norm\.weight.*no data"),
         (late_producer, "made nowhere before it"),
         (twice, "made twice"),
