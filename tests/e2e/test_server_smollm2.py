@@ -66,7 +66,7 @@ def test_seed_decides_the_text(server: Served) -> None:
 
 
 def test_choices_are_the_same_alone_and_among_others(server: Served) -> None:
-    body = {"prompt": "A story:", "temperature": 1.0, "seed": 5, "max_tokens": 24}
+    body: dict[str, Any] = {"prompt": "A story:", "temperature": 1.0, "seed": 5, "max_tokens": 24}
     texts = [choice.text for choice in server.openai.completions.create(model=MODEL, n=3, **body).choices]
     assert len(set(texts)) == 3
     assert server.complete(**body) == texts[0]
