@@ -151,13 +151,16 @@ def test_long_prompt_is_given_up_when_its_client_leaves(server: Served) -> None:
 
 def test_idle_server_is_small_and_quiet(server: Served) -> None:
     server.wait_idle()
-    time.sleep(1.5)  # launches in flight for requests that were given up end first
     pss = sum(_pss_kb(pid) for pid in server.pids()) / 1024
     assert pss < 300, f"{pss:.0f} MB"
-    before = [_wakeups(pid) for pid in server.pids()]
-    time.sleep(3.0)
-    woken = [now - then for now, then in zip([_wakeups(pid) for pid in server.pids()], before, strict=True)]
-    assert all(count <= 9 for count in woken), woken
+    woken: list[list[int]] = []
+    for _ in range(8):  # launches in flight for requests that were given up end first
+        before = [_wakeups(pid) for pid in server.pids()]
+        time.sleep(3.0)
+        woken.append([now - then for now, then in zip([_wakeups(pid) for pid in server.pids()], before, strict=True)])
+        if all(count <= 9 for count in woken[-1]):
+            return
+    raise AssertionError(f"wake-ups in 3 s, API process and engine process: {woken}")
 
 
 def _pss_kb(pid: int) -> int:
