@@ -97,13 +97,13 @@ Result time_linear(const KernelTable& t, const Shape& s, int rows, int threads) 
   Weight w{nullptr, s.format, s.n, s.k, 32, s.minimum};
   const int blocks = s.n / kLane, step = s.ep == Epilogue::gated ? 2 : 1;
   const size_t bytes = block_bytes(w) * (size_t)blocks;
-  const size_t copies = rows <= 8 ? std::max<size_t>(1, kStream / bytes) : 1;
+  const size_t copies = rows <= 16 ? std::max<size_t>(1, kStream / bytes) : 1;
   const auto data = random_weight(w, copies);
   const Activations a(t, rows, s.k, 32);
   const size_t os = (size_t)(s.ep == Epilogue::gated ? s.n / 2 : s.n);
   auto out = buffer<float>(os * (size_t)rows);
   const double ops = 2.0 * rows * s.n * s.k;
-  const int repeats = rows <= 8 ? 6 : (int)std::clamp(4e10 * threads / ops, 1.0, 2000.0);
+  const int repeats = rows <= 16 ? 3 : (int)std::clamp(4e10 * threads / ops, 1.0, 2000.0);
   const auto work = [&](int thread) {
     Weight mine = w;
     const int nb0 = blocks / step * thread / threads * step, nb1 = blocks / step * (thread + 1) / threads * step;
@@ -126,7 +126,7 @@ void print_row(const char* name, int rows, int threads, const Result& r, double 
 }
 
 void bench_shape(const KernelTable& t, const Shape& s, int rows, int threads, double peak, const ReadCeiling& ceiling) {
-  const bool streams = rows <= 8;
+  const bool streams = rows <= 16;
   double read = streams ? ceiling.gbs(t, threads) : 0;
   const Result r = time_linear(t, s, rows, threads);
   if (streams) read = std::max(read, ceiling.gbs(t, threads));

@@ -100,10 +100,16 @@ template <Kind kind, int R, int B, int chains> struct IntSums {
   }
 };
 
+// Weights that a tile prefetches while it works, so many bytes per group.
+struct Ahead {
+  const uint8_t* next;
+  size_t step;  // 0: none
+};
+
 // out[B][kTileRows][16] = the sums of R rows by B blocks. `fixed`: the group when known at compile time, else 0. `block`: bytes from one
-// block to the next; `ahead`: bytes from `w` to the weights to prefetch meanwhile, as many as are read, 0 for none.
+// block to the next; `ahead`: what to prefetch meanwhile.
 template <Kind kind, int fixed, int R, int B>
-void tile(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ahead, float* out) {
+void tile(const uint8_t* w, size_t block, int group, const Rows& rows, Ahead ahead, float* out) {
   constexpr int chains = R * B < 6 ? 2 : 1;  // enough independent sums to hide the latency of a product
   constexpr int per_step = kCodesPerStep(kind);
   const int steps = (fixed ? fixed : group) / per_step;
@@ -111,13 +117,12 @@ void tile(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ah
   const RowPointers<int8_t, R> a(rows.codes, rows.k);
   const RowPointers<float, R> scale(rows.scale, rows.groups), asum(rows.asum, rows.groups);
   const RowPointers<int32_t, R> isum(rows.isum, rows.groups);
-  const uint8_t* next = w + ahead;
   F32x16 sum[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) sum[r][b] = F32x16::zero();
   for (size_t g = 0, k = 0; g < rows.groups; ++g, k += (size_t)(steps * per_step), w += bytes) {
-    if (ahead)
-      for (const uint8_t* end = next + B * bytes; next < end; next += 64) prefetch(next);
+    for (size_t i = 0; i < ahead.step; i += 64) prefetch(ahead.next + i);
+    ahead.next += ahead.step;
     IntSums<kind, R, B, chains> ints(isum, g);
 #pragma GCC unroll 8
     for (int j = 0; j < steps; ++j) ints.step(w + 64 * j, block, a, k + (size_t)(per_step * j), j);
@@ -138,7 +143,7 @@ void tile(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ah
     for (int b = 0; b < B; ++b) sum[r][b].store(out + 16 * (kTileRows * b + r));
 }
 
-using Tile = void (*)(const uint8_t* w, size_t block, int group, const Rows& rows, size_t ahead, float* out);
+using Tile = void (*)(const uint8_t* w, size_t block, int group, const Rows& rows, Ahead ahead, float* out);
 
 // By number of blocks and of rows.
 struct Tiles {
@@ -172,21 +177,43 @@ const Tiles& tiles_for(const Weight& w) {
 constexpr size_t kStreamAhead = 8192;     // bytes that prefetches run ahead of a stream of weights
 constexpr size_t kRowBytes = 256 * 1024;  // activations that stay in L2 while the blocks pass
 
-// Rows [row0, row0 + rows) of blocks [nb0, nb1).
-void chunk(const Weight& w, const Tiles& tiles, const QuantRows& a, const Finish& finish, int row0, int rows, int nb0, int nb1) {
-  const size_t block = block_bytes(w);
-  const bool wide = rows > kTileRows && kWideRows > 0;
-  const Panels panels(rows, wide ? kWideRows : kTileRows);
+// The part of [w, w + total) that panel i of `count` prefetches, over `groups` steps: spread over the panels, or the first would wait.
+Ahead share(const uint8_t* w, size_t total, size_t groups, int i, int count) {
+  const size_t steps = groups * (size_t)count, step = (total + 64 * steps - 1) / (64 * steps) * 64;
+  const size_t from = groups * step * (size_t)i;
+  return {w + from, from < total ? step : 0};
+}
+
+// Few rows: the weights of [nb0, nb1) pass once, prefetched a fixed distance ahead.
+void stream(const Weight& w, const Tiles& tiles, const QuantRows& a, const Finish& finish, int rows, int nb0, int nb1) {
+  const size_t block = block_bytes(w), step = group_bytes(w);
+  const Rows all(a, 0);
   alignas(64) float sums[2][kTileRows * 16];
   for (int nb = nb0; nb < nb1; nb += 2) {
-    const int blocks = nb1 - nb < 2 ? 1 : 2, together = wide ? blocks : 1;
+    const int blocks = nb1 - nb < 2 ? 1 : 2;
+    for (int b = 0; b < blocks; ++b) {
+      const uint8_t* from = w.data + (size_t)(nb + b) * block;
+      tiles.narrow[rows](from, block, w.group, all, {from + kStreamAhead, step}, sums[b]);
+    }
+    finish(nb, blocks, 0, rows, sums);
+  }
+}
+
+// Rows [row0, row0 + rows) of blocks [nb0, nb1), in panels; meanwhile the next pair of blocks is prefetched.
+void chunk(const Weight& w, const Tiles& tiles, const QuantRows& a, const Finish& finish, int row0, int rows, int nb0, int nb1) {
+  const size_t block = block_bytes(w);
+  const Panels panels(rows, kWideRows > 0 ? kWideRows : kTileRows);
+  alignas(64) float sums[2][kTileRows * 16];
+  for (int nb = nb0; nb < nb1; nb += 2) {
+    const int blocks = nb1 - nb < 2 ? 1 : 2, together = kWideRows > 0 ? blocks : 1;
     const Tile* tile_of = together == 2 ? tiles.wide : tiles.narrow;
-    const size_t ahead = panels.count == 1 ? kStreamAhead : block * (size_t)blocks;
+    const uint8_t *from = w.data + (size_t)nb * block, *next = from + (size_t)blocks * block;
     for (int i = 0; i < panels.count; ++i) {
       const int first = row0 + panels.first(i), count = row0 + panels.first(i + 1) - first;
       const Rows part(a, (size_t)first);
-      for (int b = 0; b < blocks; b += together)
-        tile_of[count](w.data + (size_t)(nb + b) * block, block, w.group, part, i == 0 ? ahead : 0, sums[b]);
+      Ahead ahead = share(next, (size_t)blocks * block, part.groups, i, panels.count);
+      for (int b = 0; b < blocks; b += together, ahead.step = 0)
+        tile_of[count](from + (size_t)b * block, block, w.group, part, ahead, sums[b]);
       finish(nb, blocks, (size_t)first, count, sums);
     }
   }
@@ -196,9 +223,14 @@ void linear_q(const Weight& w, const QuantRows& a, int rows, const float* bias, 
               int nb1) {
   const Finish finish{w, bias, ep, act, out, os};
   const Tiles& tiles = tiles_for(w);
+  if (rows <= 0) return;
+  if (rows <= kTileRows) return stream(w, tiles, a, finish, rows, nb0, nb1);
   const int fit = (int)(kRowBytes / (size_t)w.k);
-  const int most = fit < 16 ? 16 : fit;
-  for (int row = 0; row < rows; row += most) chunk(w, tiles, a, finish, row, rows - row < most ? rows - row : most, nb0, nb1);
+  const Panels chunks(rows, fit < 16 ? 16 : fit);
+  for (int i = 0; i < chunks.count; ++i) {
+    const int first = chunks.first(i);
+    chunk(w, tiles, a, finish, first, chunks.first(i + 1) - first, nb0, nb1);
+  }
 }
 
 }  // namespace
