@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/guides/getting-started.md")
+PAGES = ("README.md", pytest.param("docs/guides/getting-started.md", marks=pytest.mark.slow))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KNOWN = {"sh", "python", "text", "json"}
 READY_TIMEOUT_S = 240
