@@ -174,8 +174,8 @@ bool CpuDevice::cancel(int64_t ticket) {
 
 // The event descriptor stays readable as long as a completion can be claimed.
 void CpuDevice::drain_event() {
-  uint64_t count;
-  if (unclaimed_ == 0 && event_fd_ >= 0 && ::read(event_fd_, &count, sizeof count) < 0) return;
+  eventfd_t count;
+  if (unclaimed_ == 0 && event_fd_ >= 0) eventfd_read(event_fd_, &count);
 }
 
 void CpuDevice::complete(Slot& slot, Outcome outcome, const char* error) {
@@ -185,8 +185,7 @@ void CpuDevice::complete(Slot& slot, Outcome outcome, const char* error) {
   if (slot.state == SlotState::queued) slot.started_ns = slot.finished_ns;
   slot.state = SlotState::done;
   ++unclaimed_;
-  const uint64_t one = 1;
-  if (event_fd_ >= 0 && ::write(event_fd_, &one, sizeof one) < 0) event_fd_ = event_fd_;  // a full counter is readable too
+  if (event_fd_ >= 0) eventfd_write(event_fd_, 1);  // fails only when the counter is full, and then it is readable
   done_.notify_all();
 }
 

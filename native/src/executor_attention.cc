@@ -1,13 +1,15 @@
 // Rope, KV write and attention of a launch: how its lanes are cut into items.
 #include <algorithm>
 
+#include "attention_scratch.h"
 #include "calstack/executor.h"
 #include "executor_scratch.h"
 
 namespace calstack {
 namespace {
 
-constexpr int kRowBlock = 32;  // prefill rows of one attention item
+// Prefill rows of one item: its query vectors are one batch of the kernel, which reads the keys once per batch.
+int row_block(const AttnShape& s) { return std::max(1, kAttentionBatch * s.kv_heads / s.heads); }
 
 KVView view(const Calbin& calbin, const Call& c, const LaunchData& launch) {
   const KVShape& s = calbin.kv.shape();
@@ -50,11 +52,12 @@ void Executor::attention(const Calbin& calbin, const Call& c, LaunchData& launch
 void Executor::attention_rows(const Calbin& calbin, const Call& c, LaunchData& launch) {
   auto& items = scratch_->items;
   items.clear();
+  const int block = row_block(c.attn);
   for (int i = 0; i < launch.lanes; ++i) {  // last rows first: they see the most keys
     const Lane& lane = launch.lane[static_cast<size_t>(i)];
-    for (int b = (lane.cur - 1) / kRowBlock; b >= 0 && lane.cur > 0; --b) {
-      const int r0 = lane.first_row + b * kRowBlock;
-      items.push_back({i, r0, std::min(r0 + kRowBlock, lane.first_row + lane.cur), 0});
+    for (int b = (lane.cur - 1) / block; b >= 0 && lane.cur > 0; --b) {
+      const int r0 = lane.first_row + b * block;
+      items.push_back({i, r0, std::min(r0 + block, lane.first_row + lane.cur), 0});
     }
   }
   const KVView kv = view(calbin, c, launch);

@@ -6,6 +6,7 @@
 
 #include "calstack/executor.h"
 #include "executor_scratch.h"
+#include "ref/ref_math.h"
 
 namespace calstack {
 namespace {
@@ -49,13 +50,14 @@ void Executor::head_chunk(const Calbin& calbin, const Call& c, LaunchData& launc
   const size_t vocab = static_cast<size_t>(calbin.vocab);
   linear(c, scratch_->head_x.as<float>(), static_cast<size_t>(c.x.width), count, scratch_->logits.as<float>(), vocab);
   const int64_t before = now_ns();
-  copy_logits(calbin.vocab, launch, count);
+  copy_logits(c.softcap, calbin.vocab, launch, count);
   launch.d2h_ns += now_ns() - before;
   sample(c, calbin.vocab, launch, count);
   scratch_->head.clear();
 }
 
-void Executor::copy_logits(int vocab, LaunchData& launch, int count) {
+// Rows that were asked for, after the soft cap as numerics.md has it.
+void Executor::copy_logits(float softcap, int vocab, LaunchData& launch, int count) {
   const size_t bytes = static_cast<size_t>(vocab) * sizeof(float);
   bool any = false;
   for (const HeadRow& row : scratch_->head) any = any || row.logits != nullptr;
@@ -63,7 +65,10 @@ void Executor::copy_logits(int vocab, LaunchData& launch, int count) {
   pool_.run(count, {1, 4}, [&](int b, int e, int) {
     for (int i = b; i < e; ++i) {
       float* to = scratch_->head[static_cast<size_t>(i)].logits;
-      if (to != nullptr) std::memcpy(to, scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab), bytes);
+      if (to == nullptr) continue;
+      float* row = scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab);
+      for (int v = 0; softcap != 0.0f && v < vocab; ++v) row[v] = reference::soft_cap(row[v], softcap);
+      std::memcpy(to, row, bytes);
     }
   });
   for (const HeadRow& row : scratch_->head) launch.d2h_bytes += row.logits != nullptr ? bytes : 0;
@@ -83,7 +88,8 @@ void Executor::sample(const Call& c, int vocab, LaunchData& launch, int count) {
       Lane& lane = launch.lane[static_cast<size_t>(row.lane)];
       SampleOut out{-1, 0.0f, lane.top_ids, lane.top_logprobs};
       float* logits = scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab);
-      kernels_.sample(logits, vocab, c.softcap, lane.sampling, out, scratch_->worker[static_cast<size_t>(w)].sample.data());
+      const float softcap = row.logits == nullptr ? c.softcap : 0.0f;  // rows given back have it already
+      kernels_.sample(logits, vocab, softcap, lane.sampling, out, scratch_->worker[static_cast<size_t>(w)].sample.data());
       lane.token = out.token < 0 || lane.failed ? kNoToken : out.token;
       lane.logprob = out.logprob;
       lane.n_top = lane.sampling.top_logprobs > 0 ? lane.sampling.top_logprobs : 0;

@@ -87,6 +87,21 @@ def test_logits_equal_the_decoder_in_numpy(session: Session) -> None:
     assert np.abs(got - want).max() <= limit * np.abs(want).max()
 
 
+def test_logits_given_back_are_capped_once(tmp_path: Path) -> None:
+    tiny = Tiny(logit_softcap=2.0)
+    session = Session(open_device("cpu", OpenOptions()), write_tiny(tmp_path / "cap.calbin", tiny), tiny)
+    want = forward(tiny, TOKENS[:20])
+    assert np.abs(session.logits((0, 20))[0] - want).max() <= 1e-4
+    lane = LaneInput(
+        past_len=0, cur_len=20, blocks=(0,), tokens=TOKENS[:20], emit=True, sampling=GREEDY, top_logprobs=1, logits=LogitRows.LAST
+    )
+    done = session.device.wait(session.device.submit(Launch(session.handle, tiny.prefill, (lane,))), 10)
+    assert done is not None
+    row = done.lanes[0].logits[0].astype(np.float64)
+    assert done.lanes[0].logprob == pytest.approx(row.max() - np.log(np.exp(row).sum()), abs=1e-5)
+    session.device.close()
+
+
 def test_more_than_64_rows_of_logits_equal_rows_asked_for_one_by_one(session: Session) -> None:
     whole = session.logits((0, 150))[0]
     session.logits((0, 149))

@@ -58,6 +58,7 @@ class Tiny:
     batch: int = 4
     kv: KVDType = KVDType.F32
     seed: int = 0
+    logit_softcap: float = 0.0
 
     @property
     def qkv(self) -> int:
@@ -120,7 +121,8 @@ def forward(t: Tiny, tokens: list[int]) -> np.ndarray:
         x = x + _attend(t, qkv, cos, sin) @ p[f"{i}.o"].T
         gate, up = np.split(_rms(x, p[f"{i}.norm2"]) @ p[f"{i}.gate_up"].T, 2, axis=1)
         x = x + (gate / (1 + np.exp(-gate)) * up) @ p[f"{i}.down"].T
-    return _rms(x, p["norm"]) @ p["head"].T
+    logits = _rms(x, p["norm"]) @ p["head"].T
+    return t.logit_softcap * np.tanh(logits / t.logit_softcap) if t.logit_softcap else logits
 
 
 def _rms(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -173,7 +175,8 @@ def _program(t: Tiny, key: str, rows: int) -> Program:
     ]
     for i in range(t.layers):
         calls += _layer(t, i)
-    calls.append(LmHead(x="x", norm=Vector(tensor="norm", n=t.hidden), eps=1e-5, weight=_weight("head", t.vocab, t.hidden)))
+    head = _weight("head", t.vocab, t.hidden)
+    calls.append(LmHead(x="x", norm=Vector(tensor="norm", n=t.hidden), eps=1e-5, weight=head, softcap=t.logit_softcap))
     return Program(
         submodel=key, rows=rows, lanes=t.batch, context=t.context, buffers=tuple(buffers), arena_bytes=(offset,), streams=(tuple(calls),)
     )

@@ -196,7 +196,7 @@ class Executor {
   void attention_splits(const Calbin& calbin, const Call& c, LaunchData& launch);
   void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
   void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);
-  void copy_logits(int vocab, LaunchData& launch, int count);
+  void copy_logits(float softcap, int vocab, LaunchData& launch, int count);
   void sample(const Call& c, int vocab, LaunchData& launch, int count);
 
   const KernelTable& kernels_;
