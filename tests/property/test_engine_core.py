@@ -58,7 +58,14 @@ class EngineMachine(RuleBasedStateMachine):
         stop=st.none() | st.integers(0, 8),
     )
     def arrive(
-        self, prefix: tuple[int, ...], length: int, salt: int, tokens: int, sampling: SamplingParams, extra: dict[str, object], stop: int | None
+        self,
+        prefix: tuple[int, ...],
+        length: int,
+        salt: int,
+        tokens: int,
+        sampling: SamplingParams,
+        extra: dict[str, object],
+        stop: int | None,
     ) -> None:
         name = f"r{self.count}"
         self.count += 1
