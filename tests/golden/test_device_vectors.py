@@ -41,7 +41,9 @@ def device_logits(device: Device, calbin: Path, ids: Sequence[int], chunks: Sequ
         done = device.wait(device.submit(Launch(handle, largest["decode" if size == 1 else "prefill"], (lane,))), 30)
         assert done is not None
         assert done.error is None, done.error
-        rows.append(done.lanes[0].logits)
+        logits = done.lanes[0].logits
+        assert logits is not None
+        rows.append(logits)
         past += len(tokens)
     return np.concatenate(rows)
 
@@ -53,7 +55,7 @@ def test_device_logits_equal_transformers(calbins: dict[str, Path], model: str, 
     vectors = load_file(VECTORS / f"{model}.safetensors")
     device = open_device("cpu", OpenOptions(isa=isa, strict=True))
     try:
-        logits = device_logits(device, calbins[model], vectors["ids"], chunks)
+        logits = device_logits(device, calbins[model], vectors["ids"].tolist(), chunks)
     finally:
         device.close()
     assert np.abs(logits - vectors["logits"]).max() <= 1e-4 * np.abs(vectors["logits"]).max()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def weights(t: Tiny) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(t.seed)
 
     def linear(n: int, k: int) -> np.ndarray:
-        return (rng.standard_normal((n, k)) * (1.5 / k**0.5)).astype(np.float32)
+        return np.asarray(rng.standard_normal((n, k)) * (1.5 / k**0.5), np.float32)
 
     inv = 1.0 / 10000.0 ** (np.arange(0, t.head_dim, 2) / t.head_dim)
     out = {"embed": linear(t.vocab, t.hidden) * np.float32(3), "head": linear(t.vocab, t.hidden), "inv_freq": inv.astype(np.float32)}
@@ -126,7 +127,7 @@ def forward(t: Tiny, tokens: list[int]) -> np.ndarray:
 
 
 def _rms(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * w
+    return np.asarray(x / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-5) * w)
 
 
 def _attend(t: Tiny, qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -183,7 +184,7 @@ def _program(t: Tiny, key: str, rows: int) -> Program:
 
 
 def _layer(t: Tiny, i: int) -> list[Call]:
-    shape = {"kv_layer": i, "heads": t.heads, "kv_heads": t.kv_heads, "head_dim": t.head_dim}
+    shape: dict[str, Any] = {"kv_layer": i, "heads": t.heads, "kv_heads": t.kv_heads, "head_dim": t.head_dim}
     norm1, norm2 = (Vector(tensor=f"{i}.norm{j}", n=t.hidden) for j in (1, 2))
     bias = Vector(tensor=f"{i}.bias", n=t.qkv)
     return [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,9 +42,10 @@ class Rig:
         return done
 
 
-def lane(past: int, tokens, blocks=range(36), **more) -> LaneInput:
+def lane(past: int, tokens: Any, blocks: Sequence[int] = range(36), **more: Any) -> LaneInput:
     count = len(tokens) if hasattr(tokens, "__len__") else 1
-    return LaneInput(past_len=past, cur_len=count, blocks=blocks, tokens=tokens, **({"emit": True, "sampling": GREEDY} | more))
+    values: dict[str, Any] = {"emit": True, "sampling": GREEDY} | more
+    return LaneInput(past_len=past, cur_len=count, blocks=blocks, tokens=tokens, **values)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,7 +180,7 @@ def test_a_token_from_a_cancelled_launch_ends_the_launch_that_needs_it(slow):
 
 def test_the_device_appends_its_own_token_to_the_history(rig):
     params = SamplingParams(temperature=0.0, repetition_penalty=1.5, frequency_penalty=0.5)
-    more = {"sampling": params, "prompt_history": PROMPT}
+    more: dict[str, Any] = {"sampling": params, "prompt_history": PROMPT}
     a = rig.run(lane(0, PROMPT, **more)).lanes[0].token
     host = rig.run(lane(100, [a], output_history=[a], **more)).lanes[0].token
     first = rig.device.submit(rig.launch(lane(0, PROMPT, **more)))
@@ -190,7 +191,8 @@ def test_the_device_appends_its_own_token_to_the_history(rig):
 
 def test_the_draw_key_alone_decides_a_random_draw(rig):
     def draw(seed: int, index: int) -> int:
-        return rig.run(lane(0, PROMPT, sampling=SEEDED, draw=DrawKey(seed=seed, index=index))).lanes[0].token
+        token: int = rig.run(lane(0, PROMPT, sampling=SEEDED, draw=DrawKey(seed=seed, index=index))).lanes[0].token
+        return token
 
     assert draw(1, 0) == draw(1, 0)
     assert len({draw(seed, index) for seed in range(4) for index in range(4)}) > 4
@@ -282,7 +284,7 @@ def test_a_restore_of_another_size_is_refused(rig):
 
 # --- bounds --------------------------------------------------------------------------------------------------------------
 
-BAD_LANES = {
+BAD_LANES: dict[str, dict[str, Any]] = {
     "negative past": {"past_len": -1},
     "cur beyond q_len": {"cur_len": 513, "tokens": [1] * 513},
     "beyond the context": {"past_len": 2301},
@@ -315,7 +317,7 @@ BAD_LANES = {
 
 @pytest.mark.parametrize("name", BAD_LANES)
 def test_a_launch_that_breaks_a_bound_is_refused_and_nothing_is_queued(rig, name):
-    values = {"past_len": 62, "cur_len": 4, "blocks": [0, 1], "tokens": [1, 2, 3, 4]} | BAD_LANES[name]
+    values: dict[str, Any] = {"past_len": 62, "cur_len": 4, "blocks": [0, 1], "tokens": [1, 2, 3, 4]} | BAD_LANES[name]
     if values["past_len"] > 1000:
         values["blocks"] = range(40)
     with pytest.raises(DeviceError):
