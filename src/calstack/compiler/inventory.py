@@ -74,7 +74,7 @@ def _refuse(rows: Sequence[Row]) -> None:
         raise UnsupportedError(f"the graph has operators that cannot be compiled: {listed}", where="inventory", remedy=_REMEDY)
 
 
-_REMEDY = "express the model in the operators docs/reference/operators.md lists"
+_REMEDY = "keep to the operators of the canonical form, docs/reference/calbin.md"
 
 
 def check_fused(graph: ir.Graph, misses: Sequence[Miss]) -> None:
