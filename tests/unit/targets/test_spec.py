@@ -19,5 +19,5 @@ def test_cpu_takes_prefill_and_decode_lanes_in_one_launch() -> None:
 
 @pytest.mark.parametrize("name", ["none", "../cpu", "", "cpu.toml"])
 def test_unknown_target_is_an_error_that_names_the_known(name: str) -> None:
-    with pytest.raises(UsageError, match="targets: .*cpu"):
+    with pytest.raises(UsageError, match=r"targets: .*cpu"):
         load_target(name)
