@@ -38,49 +38,101 @@ void norm_rows(const float* x, size_t xs, const NormSpec& norm, float* y, size_t
   }
 }
 
-// One group of 16 * V values, y = (x * r) * w or x: its codes, scale and sums.
-template <int V, bool normed> struct GroupQuantiser {
-  const float* x;
-  const float* weight;
-  F32x16 r;
+// 1 / rms of R rows: their sums are independent, so that one hides the latency of the other.
+template <int R> void rms_factors(const float* x, size_t xs, const NormSpec& norm, int n, float* factor) {
+  F32x16 acc[R];
+  for (auto& a : acc) a = F32x16::zero();
+  for (int i = 0; i < n; i += 16)
+    for (int r = 0; r < R; ++r) {
+      const F32x16 v = F32x16::load(x + (size_t)r * xs + i);
+      acc[r] = fma(v, v, acc[r]);
+    }
+  for (int r = 0; r < R; ++r) factor[r] = 1.0f / __builtin_sqrtf(tree_sum(acc[r]) / (float)n + norm.eps);
+}
 
-  CALSTACK_INLINE F32x16 value(int k) const {
-    const F32x16 v = F32x16::load(x + k);
-    return normed ? v * r * F32x16::load(weight + k) : v;
+// Sixteen groups of 16 * V values, of one row or of several: their scales are divided together.
+template <int V, bool normed> struct Sixteen {
+  const float* x[16];
+  const float* weight[16];
+  float factor[16];
+  int8_t* codes[16];
+  alignas(64) float normed_x[normed ? 16 : 1][16 * V];
+
+  // Value v of group i the first time, when the norm is applied, and again.
+  CALSTACK_INLINE F32x16 first_value(int i, int v) {
+    const F32x16 y = F32x16::load(x[i] + 16 * v);
+    if (!normed) return y;
+    const F32x16 scaled = y * F32x16::broadcast(factor[i]) * F32x16::load(weight[i] + 16 * v);
+    scaled.store(normed_x[i] + 16 * v);
+    return scaled;
+  }
+  CALSTACK_INLINE F32x16 value(int i, int v) const { return F32x16::load((normed ? normed_x[i] : x[i]) + 16 * v); }
+
+  CALSTACK_INLINE F32x16 largest(int n) {
+    F32x16 top[16];
+    for (int i = 0; i < 16; ++i) top[i] = F32x16::zero();
+    for (int i = 0; i < n; ++i)
+      for (int v = 0; v < V; ++v) top[i] = max(top[i], abs(first_value(i, v)));
+    return max_of_each(top);
   }
 
-  CALSTACK_INLINE void operator()(int g, int8_t* codes, float& scale, float& asum, int32_t& isum) const {
-    const int k0 = g * 16 * V;
-    F32x16 y[V];
-    for (int i = 0; i < V; ++i) y[i] = value(k0 + 16 * i);
-    F32x16 top = abs(y[0]);
-    for (int i = 1; i < V; ++i) top = max(top, abs(y[i]));
-    const float amax = max_lane(top);
-    const bool zero = amax < 0x1p-100f;
-    const F32x16 inv = F32x16::broadcast(zero ? 0.0f : 127.0f / amax);
-    I32x16 total = I32x16::zero();
-    for (int i = 0; i < V; ++i) {
-      const I32x16 code = to_i32(y[i] * inv);
-      store_i8(code, codes + k0 + 16 * i);
-      total = total + code;
-    }
-    scale = zero ? 0.0f : amax / 127.0f;
-    isum = sum_lanes(total);
-    asum = scale * (float)isum;
+  // Writes the codes; gives their sums.
+  CALSTACK_INLINE I32x16 encode(const float (&inv)[16], int n) const {
+    I32x16 total[16];
+    for (int i = 0; i < 16; ++i) total[i] = I32x16::zero();
+    for (int i = 0; i < n; ++i)
+      for (int v = 0; v < V; ++v) {
+        const I32x16 code = to_i32(value(i, v) * F32x16::broadcast(inv[i]));
+        store_i8(code, codes[i] + 16 * v);
+        total[i] = total[i] + code;
+      }
+    return sum_of_each(total);
+  }
+
+  // The first n of the sixteen.
+  CALSTACK_INLINE void quantise(int n, float* scale, float* asum, int32_t* isum) {
+    const F32x16 amax = largest(n), full = F32x16::broadcast(127.0f), none = F32x16::zero();
+    const Mask16 zero = less(amax, F32x16::broadcast(0x1p-100f));
+    alignas(64) float inv[16];
+    select(zero, none, full / amax).store(inv);
+    const F32x16 s = select(zero, none, amax / full);
+    const I32x16 sums = encode(inv, n);
+    s.store_first(scale, n);
+    (s * to_f32(sums)).store_first(asum, n);
+    sums.store_first(isum, n);
   }
 };
 
+constexpr int kRowsAtOnce = 4;
+
+// Up to kRowsAtOnce rows from row r0 on.
+template <int V, bool normed> void quant_few(const float* x, size_t xs, const NormSpec& norm, const QuantRows& out, size_t r0, int rows) {
+  const int groups = out.k / out.group, total = rows * groups;
+  float factor[kRowsAtOnce] = {};
+  if (normed && rows == kRowsAtOnce) rms_factors<kRowsAtOnce>(x + r0 * xs, xs, norm, out.k, factor);
+  else if (normed)
+    for (int r = 0; r < rows; ++r) rms_factors<1>(x + (r0 + (size_t)r) * xs, xs, norm, out.k, factor + r);
+  Sixteen<V, normed> batch;
+  int row = 0, g = 0;
+  for (int at = 0; at < total; at += 16) {
+    const int n = total - at < 16 ? total - at : 16;
+    for (int i = 0; i < n; ++i) {
+      const size_t r = r0 + (size_t)row, k = (size_t)g * 16 * V;
+      batch.x[i] = x + r * xs + k;
+      batch.codes[i] = out.codes + r * (size_t)out.k + k;
+      batch.weight[i] = normed ? norm.weight + k : nullptr;
+      batch.factor[i] = factor[row];
+      if (++g == groups) g = 0, ++row;
+    }
+    const size_t first = r0 * (size_t)groups + (size_t)at;  // groups of all rows lie one behind the other
+    batch.quantise(n, out.scale + first, out.asum + first, out.isum + first);
+  }
+}
+
 template <int V, bool normed>
 void quant_rows_of(const float* x, size_t xs, const NormSpec& norm, const QuantRows& out, int r0, int r1) {
-  const int groups = out.k / out.group;
-  for (size_t r = (size_t)r0; r < (size_t)r1; ++r) {
-    const float* row = x + r * xs;
-    const float factor = normed ? rms_factor(row, norm, out.k) : 1.0f;
-    const GroupQuantiser<V, normed> quantise{row, norm.weight, F32x16::broadcast(factor)};
-    int8_t* codes = out.codes + r * (size_t)out.k;
-    const size_t at = r * (size_t)groups;
-    for (int g = 0; g < groups; ++g) quantise(g, codes, out.scale[at + g], out.asum[at + g], out.isum[at + g]);
-  }
+  for (int r = r0; r < r1; r += kRowsAtOnce)
+    quant_few<V, normed>(x, xs, norm, out, (size_t)r, r1 - r < kRowsAtOnce ? r1 - r : kRowsAtOnce);
 }
 
 template <bool normed> auto quant_rows_for(int group) {

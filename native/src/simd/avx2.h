@@ -11,6 +11,12 @@ struct Mask16 {
   __m256 lo, hi;
 };
 
+// Lanes [from, from + 8) whose index is below n, as all-ones integers.
+CALSTACK_INLINE __m256i lanes_below(int n, int from) {
+  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n - from), index);
+}
+
 struct I32x16 {
   __m256i lo, hi;
   static CALSTACK_INLINE I32x16 zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
@@ -22,13 +28,11 @@ struct I32x16 {
     _mm256_storeu_si256((__m256i*)p, lo);
     _mm256_storeu_si256((__m256i*)p + 1, hi);
   }
+  CALSTACK_INLINE void store_first(int32_t* p, int n) const {
+    _mm256_maskstore_epi32(p, lanes_below(n, 0), lo);
+    _mm256_maskstore_epi32(p + 8, lanes_below(n, 8), hi);
+  }
 };
-
-// Lanes [from, from + 8) whose index is below n, as all-ones integers.
-CALSTACK_INLINE __m256i lanes_below(int n, int from) {
-  const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n - from), index);
-}
 
 CALSTACK_INLINE __m256i bf16_bits(__m256 x) {
   const __m256i raw = _mm256_castps_si256(x);
@@ -132,6 +136,19 @@ CALSTACK_INLINE int32_t sum_lanes(I32x16 a) {
   __m128i x = _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
   x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+
+// Lane i = the largest lane of v[i].
+CALSTACK_INLINE F32x16 max_of_each(const F32x16 (&v)[16]) {
+  float m[16];
+  for (int i = 0; i < 16; ++i) m[i] = max_lane(v[i]);
+  return F32x16::load(m);
+}
+// Lane i = the sum of the lanes of v[i].
+CALSTACK_INLINE I32x16 sum_of_each(const I32x16 (&v)[16]) {
+  int32_t s[16];
+  for (int i = 0; i < 16; ++i) s[i] = sum_lanes(v[i]);
+  return I32x16::load(s);
 }
 
 CALSTACK_INLINE F32x16 to_f32(I32x16 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }

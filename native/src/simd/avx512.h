@@ -17,6 +17,7 @@ struct I32x16 {
   static CALSTACK_INLINE I32x16 broadcast(int32_t x) { return {_mm512_set1_epi32(x)}; }
   static CALSTACK_INLINE I32x16 load(const void* p) { return {_mm512_loadu_si512(p)}; }
   CALSTACK_INLINE void store(void* p) const { _mm512_storeu_si512(p, v); }
+  CALSTACK_INLINE void store_first(int32_t* p, int n) const { _mm512_mask_storeu_epi32(p, (__mmask16)((1u << n) - 1), v); }
 };
 
 struct F32x16 {
@@ -73,6 +74,34 @@ CALSTACK_INLINE I32x16 operator&(I32x16 a, I32x16 b) { return {_mm512_and_si512(
 template <int n> CALSTACK_INLINE I32x16 shift_left(I32x16 a) { return {_mm512_slli_epi32(a.v, n)}; }
 template <int n> CALSTACK_INLINE I32x16 shift_right(I32x16 a) { return {_mm512_srli_epi32(a.v, n)}; }  // logical
 CALSTACK_INLINE int32_t sum_lanes(I32x16 a) { return _mm512_reduce_add_epi32(a.v); }
+
+// Lane i = the lanes of v[i], put together by op: a transposition that halves at each step.
+template <class Op> CALSTACK_INLINE __m512 fold_each(const __m512 (&v)[16], Op op) {
+  __m512 a[8], b[4];
+  for (int i = 0; i < 8; ++i) a[i] = op(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 4; ++i) {
+    const __m512d p = _mm512_castps_pd(a[2 * i]), q = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = op(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+  }
+  const __m512 c = op(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
+  const __m512 d = op(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
+  return op(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+}
+// Lane i = the largest lane of v[i].
+CALSTACK_INLINE F32x16 max_of_each(const F32x16 (&v)[16]) {
+  __m512 raw[16];
+  for (int i = 0; i < 16; ++i) raw[i] = v[i].v;
+  return {fold_each(raw, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); })};
+}
+// Lane i = the sum of the lanes of v[i].
+CALSTACK_INLINE I32x16 sum_of_each(const I32x16 (&v)[16]) {
+  __m512 raw[16];
+  for (int i = 0; i < 16; ++i) raw[i] = _mm512_castsi512_ps(v[i].v);
+  const auto add = [](__m512 a, __m512 b) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+  };
+  return {_mm512_castps_si512(fold_each(raw, add))};
+}
 
 CALSTACK_INLINE F32x16 to_f32(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 CALSTACK_INLINE I32x16 to_i32(F32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }

@@ -25,6 +25,9 @@ struct I32x16 {
     return r;
   }
   CALSTACK_INLINE void store(void* p) const { std::memcpy(p, v, 64); }
+  CALSTACK_INLINE void store_first(int32_t* p, int n) const {
+    for (int i = 0; i < n; ++i) p[i] = v[i];
+  }
 };
 
 struct F32x16 {
@@ -126,6 +129,19 @@ CALSTACK_INLINE int32_t sum_lanes(I32x16 a) {
   int32_t s = 0;
   for (int i = 0; i < 16; ++i) s += a.v[i];
   return s;
+}
+
+// Lane i = the largest lane of v[i].
+CALSTACK_INLINE F32x16 max_of_each(const F32x16 (&v)[16]) {
+  float m[16];
+  for (int i = 0; i < 16; ++i) m[i] = max_lane(v[i]);
+  return F32x16::load(m);
+}
+// Lane i = the sum of the lanes of v[i].
+CALSTACK_INLINE I32x16 sum_of_each(const I32x16 (&v)[16]) {
+  int32_t s[16];
+  for (int i = 0; i < 16; ++i) s[i] = sum_lanes(v[i]);
+  return I32x16::load(s);
 }
 
 CALSTACK_INLINE F32x16 to_f32(I32x16 a) { return lanes<F32x16>([&](int i) { return (float)a.v[i]; }); }
