@@ -11,10 +11,11 @@
 
 namespace calstack {
 
-Region::Region(size_t bytes) : size_(bytes) {
+Region::Region(size_t bytes, Pages pages) : size_(bytes) {
   if (bytes == 0) return;
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
+  if (pages == Pages::huge) madvise(p, bytes, MADV_HUGEPAGE);  // only a hint
   data_ = static_cast<uint8_t*>(p);
 }
 

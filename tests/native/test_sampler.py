@@ -179,13 +179,16 @@ def test_random_call_equals_reference(
 ):
     rng = np.random.default_rng(seed)
     ids = st.lists(st.integers(-3, vocab + 3), max_size=20)
+    repetition, frequency, presence = penalties
     s = Sampling(
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        *penalties,
-        softcap,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition=repetition,
+        frequency=frequency,
+        presence=presence,
+        softcap=softcap,
         bias={i: float(rng.normal()) for i in data.draw(ids)},
         prompt=tuple(data.draw(ids)),
         output=tuple(data.draw(ids)),
