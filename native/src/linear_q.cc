@@ -188,6 +188,8 @@ Ahead share(const uint8_t* w, size_t total, size_t groups, int i, int count) {
 void stream(const Weight& w, const Tiles& tiles, const QuantRows& a, const Finish& finish, int rows, int nb0, int nb1) {
   const size_t block = block_bytes(w), step = group_bytes(w);
   const Rows all(a, 0);
+  const uint8_t* start = w.data + (size_t)nb0 * block;
+  for (size_t i = 0; i < kStreamAhead; i += 64) prefetch(start + i);
   alignas(64) float sums[2][kTileRows * 16];
   for (int nb = nb0; nb < nb1; nb += 2) {
     const int blocks = nb1 - nb < 2 ? 1 : 2;
