@@ -14,10 +14,12 @@
 namespace calstack {
 
 // Address space that the kernel fills on first touch and `discard` gives back. Throws std::bad_alloc when it cannot be reserved.
+enum class Pages { small, huge };
+
 class Region {
  public:
   Region() = default;
-  explicit Region(size_t bytes);
+  explicit Region(size_t bytes, Pages pages = Pages::small);
   ~Region();
   Region(Region&& other) noexcept;
   Region& operator=(Region&& other) noexcept;
