@@ -56,7 +56,13 @@ class DirectRunner:
             part = ids[start : start + size]
             last = start + size >= len(ids)
             lane_input = LaneInput(
-                past_len=self._past[lane], cur_len=len(part), blocks=self._blocks(lane), tokens=part, emit=last, sampling=_GREEDY, logits=logits
+                past_len=self._past[lane],
+                cur_len=len(part),
+                blocks=self._blocks(lane),
+                tokens=part,
+                emit=last,
+                sampling=_GREEDY,
+                logits=logits,
             )
             if len(tickets) - len(done) >= 2:
                 done.append(self._wait(tickets[len(done)]))
