@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,10 @@ class TestWeight:
     n: int
     k: int
     group: int
-    codes: np.ndarray | None = None
-    scale: np.ndarray | None = None
+    codes: Any = None  # an array where the format has it
+    scale: Any = None
     minimum: np.ndarray | None = None
-    values: np.ndarray | None = None  # u16 bits for bf16
+    values: Any = None  # u16 bits for bf16
 
     def packed(self, order=None):
         """Bytes of the blocks; `order` [blocks, 16] gives the logical output of each packed lane (-1 = padding)."""

@@ -50,7 +50,7 @@ class DirectRunner:
         """Append `ids` to a lane in launches of at most `chunk` tokens (0 = the largest there is); the last launch samples greedily."""
         submodel = self._largest(Role.PREFILL)
         size = min(chunk or submodel.q_len, submodel.q_len)
-        tickets = []
+        tickets: list[int] = []
         done: list[Completion] = []
         for start in range(0, len(ids), size):
             part = ids[start : start + size]
