@@ -67,6 +67,7 @@ class Submit(_Msg, frozen=True, kw_only=True):
     adapter: int = 0
     cache_salt: str = ""
     cache_prompt: bool = True
+    grammar: str = ""  # llguidance text (calstack.grammar) that the output must match; empty = free
     overflow: Literal["reject", "truncate", "shift"] = "reject"
     alone: bool = False  # run without batch mates (after two crashes)
 

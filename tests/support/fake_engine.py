@@ -4,7 +4,8 @@ A prompt is answered with the ids after its last <|say|> that a <|im_end|> follo
 (FORCE: the prompt decides the answer), then ends as on an end-of-sequence id. Special ids in the prompt change the rule:
 <|random|> draws letters from (seed, choice, index); <|long|> repeats the text for ever; <|slow|> waits 20 ms before each id;
 <|hang|> gives nothing; <|error|> fails after two ids (before the first one when the prompt ends with it); <|crash|> kills the
-process after two ids, only in a process whose crash file does not exist yet.
+process after two ids, only in a process whose crash file does not exist yet. A grammar is kept: where it forbids the id that the rule
+gives, one that it allows is drawn, ends of strings and of the output first.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers import Tokenizer
 
 from calstack import wire
+from calstack.grammar import Grammars, Matcher
+from calstack.text.pieces import PieceTable
 
 LENGTH = struct.Struct("<I")
 
@@ -40,8 +44,9 @@ class Rules:
 
 
 class FakeEngine:
-    def __init__(self, rules: Rules, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.rules, self.reader, self.writer = rules, reader, writer
+    def __init__(self, rules: Rules, calbin: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.rules, self.calbin, self.reader, self.writer = rules, calbin, reader, writer
+        self.grammars: Grammars | None = None
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.lanes = asyncio.Semaphore(rules.lanes)
         self.running = 0
@@ -122,6 +127,7 @@ class FakeEngine:
         has = {name for name, id_ in self.rules.specials.items() if id_ in submit.prompt}
         script = self.script(submit)
         count = len(submit.output)
+        matcher = self.matcher(submit)
         if "<|error|>" in has and submit.prompt[-1] == self.rules.specials["<|error|>"]:
             return failed()
         while count < submit.max_tokens:
@@ -129,6 +135,8 @@ class FakeEngine:
                 await asyncio.sleep(3600)
             await asyncio.sleep(0.02 if "<|slow|>" in has else 0)
             id_ = self.next_id(submit, script, count, has)
+            if matcher is not None:
+                id_ = self.allowed(matcher, id_, f"{submit.seed}/{submit.choice}/{count}")
             if id_ in submit.stop_ids or id_ < 0:
                 return wire.Finish(reason="stop", stop_id=id_, usage=usage(len(submit.prompt), count + 1, 0))
             tops = range(max(0, submit.top_logprobs))
@@ -142,6 +150,31 @@ class FakeEngine:
             if count >= 2 and "<|crash|>" in has:
                 await self.crash()
         return wire.Finish(reason="length", usage=usage(len(submit.prompt), count, 0))
+
+    def matcher(self, submit: wire.Submit) -> Matcher | None:
+        if not submit.grammar:
+            return None
+        if self.grammars is None:
+            text = (self.calbin / "tokenizer.json").read_text()
+            self.grammars = Grammars(text, vocab=self.rules.vocab, eos=[self.rules.specials["<|im_end|>"]])
+            self.pieces = PieceTable(Tokenizer.from_str(text), text)
+        matcher = self.grammars.matcher(submit.grammar)
+        for id_ in submit.output:
+            assert matcher.consume(id_), "resumed against its grammar"
+        return matcher
+
+    def allowed(self, matcher: Matcher, wanted: int, key: str) -> int:
+        mask = matcher.mask()
+        ids = [id_ for id_ in range(self.rules.vocab) if mask[id_ >> 5] >> (id_ & 31) & 1]
+        end = self.rules.specials["<|im_end|>"]
+        if wanted == end or wanted not in ids:
+            draw = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little")
+            in_text = any(self.pieces.bytes_of(id_) == b"a" for id_ in ids)
+            closing = [id_ for id_ in ids if self.pieces.bytes_of(id_) in ({b'"'} if in_text else {b"}", b"]"})]
+            wanted = end if end in ids else closing[draw % len(closing)] if closing and draw % 3 else ids[draw % len(ids)]
+        if wanted != end:
+            assert matcher.consume(wanted)
+        return wanted
 
     async def crash(self) -> None:
         await self.writer.drain()
@@ -178,9 +211,9 @@ def failed() -> wire.Finish:
     return wire.Finish(reason="error", error=wire.ErrorValue(kind="DeviceFatal", message="the fake device broke"))
 
 
-async def serve(rules: Rules, path: str) -> None:
+async def serve(rules: Rules, calbin: Path, path: str) -> None:
     reader, writer = await asyncio.open_unix_connection(path)
-    await FakeEngine(rules, reader, writer).run()
+    await FakeEngine(rules, calbin, reader, writer).run()
     await writer.drain()
     writer.close()
 
@@ -191,7 +224,7 @@ def main() -> None:
     parser.add_argument("calbin")
     parser.add_argument("--connect", required=True)
     arguments, _ = parser.parse_known_args()
-    asyncio.run(serve(Rules(**json.loads(Path(arguments.rules).read_text())), arguments.connect))
+    asyncio.run(serve(Rules(**json.loads(Path(arguments.rules).read_text())), Path(arguments.calbin), arguments.connect))
 
 
 if __name__ == "__main__":

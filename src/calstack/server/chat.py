@@ -9,6 +9,7 @@ import msgspec
 
 from calstack.errors import NotInCalbin, RequestError
 from calstack.server.choice import Delta, End
+from calstack.server.constraints import constraint_of
 from calstack.server.context import Context
 from calstack.server.exchange import Plan
 from calstack.server.generation import Generation
@@ -32,7 +33,7 @@ def understand_chat(context: Context, chat: ChatRequest, request_id: str) -> Pla
     check_supported(chat)
     generate = generate_of(chat, model.vocabulary, context.config.limits, model.defaults)
     top = _top_logprobs(chat, context)
-    rendered = chat_input(chat)
+    rendered, spec = chat_input(chat), constraint_of(chat)
     if (template := model.template) is None:
         raise NotInCalbin("this calbin has no chat template", remedy="use /v1/completions")
     return Plan(
@@ -41,6 +42,7 @@ def understand_chat(context: Context, chat: ChatRequest, request_id: str) -> Pla
         tokenise=lambda: [model.tokenizer.encode_prompt(template.render(rendered, model.tokenizer))],
         renderer=ChatRenderer(f"chatcmpl-{request_id}", model.id, model.fingerprint, generate, model.tokenizer.pieces),
         top_logprobs=top,
+        constrain=None if spec is None else lambda: model.constraints.source(spec),
     )
 
 

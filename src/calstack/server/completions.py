@@ -8,6 +8,7 @@ from typing import Any
 
 from calstack.errors import RequestError, UnsupportedError
 from calstack.server.choice import Delta, TokenText
+from calstack.server.constraints import constraint_of
 from calstack.server.context import Context
 from calstack.server.exchange import Plan
 from calstack.server.generation import Generation
@@ -38,12 +39,14 @@ def understand_completion(context: Context, fields: CompletionRequest, request_i
         raise UnsupportedError("log-probabilities of an echoed prompt are not supported yet", where="$.echo", remedy="leave out logprobs")
     prompts = prompts_of(fields, model)
     echoes = [_shown(prompt, model) for prompt in prompts] if fields.echo else [""] * len(prompts)
+    spec = constraint_of(fields)
     return Plan(
         generate=generate,
         prompts=len(prompts),
         tokenise=lambda: [_ids(prompt, model) for prompt in prompts],
         renderer=CompletionRenderer(f"cmpl-{request_id}", model, generate, echoes),
         top_logprobs=top,
+        constrain=None if spec is None else lambda: model.constraints.source(spec),
     )
 
 

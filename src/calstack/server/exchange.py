@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from calstack.errors import CalstackError, UnavailableError
+from calstack.errors import CalstackError, RequestError, UnavailableError
 from calstack.server.body import decode, read_body
 from calstack.server.choice import Delta, End
 from calstack.server.context import Context
@@ -25,6 +25,7 @@ from calstack.server.sse import DONE, HEADERS, PING, event
 
 __all__ = ["Endpoint", "Plan", "request_id_of", "send_json"]
 
+_GRAMMAR_S = 10.0
 _INLINE_BYTES = 1 << 16  # larger bodies are decoded off the event loop
 
 
@@ -39,6 +40,8 @@ class Plan:
     """Gives every prompt's ids; runs in a thread."""
     renderer: Renderer
     top_logprobs: int = -1
+    constrain: Callable[[], str] | None = None
+    """Gives the grammar that the answers must match, checked; runs in a thread."""
 
 
 class Endpoint:
@@ -76,9 +79,19 @@ class Endpoint:
 
     async def _begin(self, plan: Plan, generation: Generation) -> None:
         generation.reserve(plan.prompts)
-        prompts = await asyncio.get_running_loop().run_in_executor(self._context.pool, plan.tokenise)
+        loop = asyncio.get_running_loop()
+        prompts = await loop.run_in_executor(self._context.pool, plan.tokenise)
         generation.add_prompts(prompts, self._context.ready().context)
+        if plan.constrain is not None:
+            generation.grammar = await _in_time(loop.run_in_executor(self._context.pool, plan.constrain))
         generation.start()
+
+
+async def _in_time(work: asyncio.Future[str]) -> str:
+    try:
+        return await asyncio.wait_for(work, _GRAMMAR_S)
+    except TimeoutError as error:
+        raise RequestError("the grammar takes too long to compile", remedy="ask for less", param="grammar") from error
 
 
 class _Answer:

@@ -35,6 +35,8 @@ class Generation:
     def __init__(self, context: Context, request_id: str, generate: Generate, *, arrival: float, top_logprobs: int = -1) -> None:
         self._context, self._request_id, self._generate = context, request_id, generate
         self._arrival, self._top_logprobs = arrival, top_logprobs
+        self.grammar = ""
+        """What every answer must match (see Submit.grammar)."""
         self._places: list[Place] = []
         self._prompts: list[PromptSpec] = []
         self._choices: list[Choice] = []
@@ -199,6 +201,7 @@ class Generation:
             priority=generate.priority,
             cache_salt=generate.cache_salt,
             cache_prompt=generate.cache_prompt,
+            grammar=self.grammar,
         )
 
     def _name(self, index: int) -> str:

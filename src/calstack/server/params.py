@@ -61,15 +61,6 @@ class Generate:
 # Fields of features that are not built, with the values that ask for nothing.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
-    "grammar": ("",),
-    "json_schema": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "regex": (),
-    "ebnf": (),
     "prompt_logprobs": (-1,),
     "t_max_predict_ms": (0, -1),
     "return_progress": (False,),
@@ -107,22 +98,10 @@ def check_supported(fields: GenerationFields) -> None:
             raise _not_built(name)
     if fields.lora:
         raise NotInCalbin("this calbin has no adapter slots", where="$.lora", remedy="leave it out")
-    _check_format(fields.response_format)
     if isinstance(fields, ChatRequest):
         _check_tools(fields)
-    if fields.repeat_last_n not in {None, -1} and (fields.repetition_penalty or fields.repeat_penalty or 1.0) != 1.0:
+    if fields.repeat_last_n not in (None, -1) and (fields.repetition_penalty or fields.repeat_penalty or 1.0) != 1.0:
         raise _not_built("repeat_last_n")
-
-
-def _check_format(response_format: Any) -> None:
-    if response_format is None:
-        return
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind == "text":
-        return
-    if kind in {"json_object", "json_schema"}:
-        raise _not_built("response_format")
-    raise RequestError("type must be text, json_object or json_schema", where="$.response_format", param="response_format")
 
 
 def _check_tools(chat: ChatRequest) -> None:

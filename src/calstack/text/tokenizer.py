@@ -52,6 +52,11 @@ class Tokenizer:
         self._special = {token.content: id_ for id_, token in self._parsing.get_added_tokens_decoder().items() if token.special}
         self._special_pattern = _alternatives(self._special)
 
+    @property
+    def json(self) -> str:
+        """The tokenizer.json."""
+        return self._json
+
     @classmethod
     def from_file(cls, path: Path, *, bos_id: int | None = None) -> Tokenizer:
         """Read a tokenizer.json."""

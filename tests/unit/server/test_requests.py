@@ -70,10 +70,7 @@ def test_field_out_of_range_is_a_400_that_names_it(server: LiveServer, field: st
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("grammar", 'root ::= "a"'),
-        ("json_schema", {}),
         ("min_tokens", 3),
         ("mirostat", 2),
         ("dry_multiplier", 0.8),
