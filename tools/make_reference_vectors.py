@@ -45,6 +45,53 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny-llama": {"model_type": "llama", "tie_word_embeddings": False, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
     "tiny-qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
 }
+# Smaller still: one model per further architecture, every part of it sensitive.
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MODELS |= {
+    "tiny-mistral": SMALL | {"model_type": "mistral", "sliding_window": 24, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "head_dim": 16},
+    "tiny-qwen2": SMALL | {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0},
+    "tiny-phi3": SMALL
+    | {
+        "model_type": "phi3",
+        "sliding_window": 40,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _ROPE | {"partial_rotary_factor": 0.75},
+        "head_dim": 16,
+    },
+    "tiny-gemma3": SMALL
+    | {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 12,
+        "final_logit_softcapping": 12.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000000.0},
+            "sliding_attention": _ROPE,
+        },
+    },
+    "tiny-qwen3-moe": SMALL
+    | {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
+    "tiny-mixtral": SMALL
+    | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+}
 STORED = {"tiny-llama": torch.bfloat16, "tiny-qwen3": torch.float32}
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -71,19 +118,27 @@ TEXT = (
 def make_model(name: str) -> Any:
     """A seeded random model, sensitive to every part, with weights that its storage type holds exactly."""
     config = AutoConfig.for_model(**(COMMON | MODELS[name]), attn_implementation="eager")
-    config.architectures = [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[config.model_type]]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config.architectures = [type(model).__name__]
     generator = torch.Generator().manual_seed(20240607)
     for key, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
-        scaled = 1.0 + 0.3 * drawn if weight.ndim == 1 else drawn * gain(key) * weight.shape[1] ** -0.5
-        weight.data.copy_(scaled.to(STORED[name]).float())
+        if weight.ndim == 1:
+            scaled = 0.3 * drawn + (0.0 if key.endswith("bias") or config.model_type == "gemma3_text" else 1.0)
+        else:
+            scaled = drawn * gain(key) * weight.shape[-1] ** -0.5
+        weight.data.copy_(scaled.to(stored(name)).float())
     return model
+
+
+def stored(name: str) -> torch.dtype:
+    """The element type of the committed weights."""
+    return STORED.get(name, torch.bfloat16)
 
 
 def gain(key: str) -> float:
     """Sharp attention (large q and k) that matters (large o), so that no part can be dropped unnoticed."""
-    if key.endswith(("q_proj.weight", "k_proj.weight")):
+    if key.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight", "mlp.gate.weight")):
         return 1.5
     return {"embed_tokens": 4.0, "o_proj": 1.5}.get(key.split(".")[-2], 1.0)
 
@@ -101,23 +156,28 @@ def logits_of(model: Any, ids: np.ndarray, chunks: tuple[int, ...]) -> np.ndarra
 
 def check_sensitive(model: Any, ids: np.ndarray, expected: np.ndarray) -> None:
     """Fail unless rope and attention each matter."""
-    rotary = model.model.rotary_emb
-    frequencies = rotary.inv_freq.clone()
-    rotary.inv_freq.zero_()
-    no_rope = logits_of(model, ids, CHUNKS)
-    rotary.inv_freq.copy_(frequencies)
-    outputs = [layer.self_attn.o_proj.weight for layer in model.model.layers]
-    kept = [weight.data.clone() for weight in outputs]
-    for weight in outputs:
-        weight.data.zero_()
-    no_attention = logits_of(model, ids, CHUNKS)
-    for weight, old in zip(outputs, kept, strict=True):
-        weight.data.copy_(old)
-    for what, changed in (("rope", no_rope), ("attention", no_attention)):
+    for what, weights in parts(model).items():
+        kept = [weight.data.clone() for weight in weights]
+        for weight in weights:
+            weight.data.zero_()
+        changed = logits_of(model, ids, CHUNKS)
+        for weight, old in zip(weights, kept, strict=True):
+            weight.data.copy_(old)
         moved = float(np.abs(changed - expected).max() / np.abs(expected).max())
         print(f"  removing {what} moves logits by {moved:.0%}")
         if moved <= 0.10:
             sys.exit(f"not sensitive to {what}")
+
+
+def parts(model: Any) -> dict[str, list[Any]]:
+    """What must matter, as tensors to set to zero: frequencies, attention outputs, router, biases."""
+    named = dict(model.named_parameters())
+    buffers = {key: value for key, value in model.named_buffers() if key.endswith("inv_freq") and "original" not in key}
+    found = {f"rope {key.rpartition('.')[2]}": [value] for key, value in buffers.items()}
+    found["attention"] = [value for key, value in named.items() if key.endswith("o_proj.weight")]
+    found["router"] = [value for key, value in named.items() if key.endswith("mlp.gate.weight")]
+    found["biases"] = [value for key, value in named.items() if key.endswith("bias")]
+    return {what: tensors for what, tensors in found.items() if tensors}
 
 
 def make_tokenizer() -> Tokenizer:
@@ -138,7 +198,7 @@ def write_model(name: str, model: Any) -> None:
     """The HF directory."""
     directory = DATA / name
     directory.mkdir(parents=True, exist_ok=True)
-    model.to(STORED[name]).save_pretrained(directory)
+    model.to(stored(name)).save_pretrained(directory)
     model.to(torch.float32)
     make_tokenizer().save(str(directory / "tokenizer.json"))
     settings = {"chat_template": TEMPLATE, "bos_token": SPECIAL[0], "eos_token": SPECIAL[2], "pad_token": SPECIAL[3]}
@@ -175,9 +235,11 @@ def main() -> None:
     """Make or check everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
-    check = parser.parse_args().check
-    torch.set_num_threads(2)
-    for name in MODELS:
+    parser.add_argument("only", nargs="*", help="names of models; none = all")
+    arguments = parser.parse_args()
+    check, only = arguments.check, arguments.only
+    torch.set_num_threads(1)
+    for name in only or MODELS:
         print(name)
         model = make_model(name)
         ids = np.random.default_rng(7).integers(len(SPECIAL), VOCAB, sum(CHUNKS))

@@ -14,6 +14,7 @@ __all__ = [
     "Activation",
     "DType",
     "DrawKey",
+    "EncoderSpec",
     "KVDType",
     "LogitBias",
     "MoESpec",
@@ -123,6 +124,15 @@ class MoESpec(_Frozen, frozen=True, kw_only=True):
     renormalise: bool = True
 
 
+class EncoderSpec(_Frozen, frozen=True, kw_only=True):
+    """What a bidirectional encoder has beyond a decoder's fields: learned positions (`rope` is unused), segments, and its heads."""
+
+    types: int  # segments (token types)
+    labels: tuple[str, ...] = ()  # classes of the sequence classifier; empty = there is none
+    pooling: Literal["none", "mean", "cls"] = "none"  # how a text's embedding is made of its tokens' states
+    normalise: bool = False  # embeddings have length 1
+
+
 class ModelSpec(_Frozen, frozen=True, kw_only=True):
     """A normalised decoder. Graph construction is driven by this value alone; no code path names a model."""
 
@@ -154,6 +164,7 @@ class ModelSpec(_Frozen, frozen=True, kw_only=True):
     attn_scale: float = 0.0  # 0 = head_dim ** -0.5
     post_norms: bool = False  # Gemma: norms after attention and MLP too
     moe: MoESpec | None = None
+    encoder: EncoderSpec | None = None  # set: no KV, no causal mask, one `encode` graph
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
@@ -163,6 +174,11 @@ class ModelSpec(_Frozen, frozen=True, kw_only=True):
     def scale(self) -> float:
         """What query-key products are multiplied by."""
         return self.attn_scale or self.head_dim**-0.5
+
+    def slides(self, layer: int) -> bool:
+        """Whether attention of `layer` (from 0) is limited to the sliding window."""
+        every = self.full_attention_every
+        return self.sliding_window > 0 and not (every and (layer + 1) % every == 0)
 
 
 class QuantSpec(_Frozen, frozen=True, kw_only=True):

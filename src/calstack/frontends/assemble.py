@@ -13,6 +13,7 @@ from calstack.errors import UnsupportedError
 from calstack.frontends.arch import build_graphs
 from calstack.frontends.reading import bad
 from calstack.graph.names import KIND_KEY
+from calstack.specs import Role
 
 if TYPE_CHECKING:
     from calstack.graph.model import StoredTensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attach", "attach_weights", "check_layers", "lazy"]
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.layers|encoder\.layer)\.(\d+)\.")
 
 
 def lazy(tensor: StoredTensor) -> ir.LazyTensor:
@@ -52,14 +53,15 @@ def attach_weights(
     *,
     path: Path,
     source_name: Callable[[str], str] = str,
-) -> tuple[ir.Model, ir.Model, dict[str, StoredTensor]]:
-    """Build the prefill and decode graphs, attach the weights, and give the weights in graph order.
+) -> tuple[dict[Role, ir.Model], dict[str, StoredTensor]]:
+    """Build the graphs, attach the weights, and give the weights in graph order.
 
     Raises SourceError for a missing tensor or a wrong shape, UnsupportedError for a tensor that the graphs do not use.
     `source_name` turns an initializer name into the source's name for messages.
     """
-    prefill, decode = build_graphs(spec)
-    needed = {name: value for name, value in prefill.graph.initializers.items() if value.const_value is None}
+    graphs = build_graphs(spec)
+    first = next(iter(graphs.values()))
+    needed = {name: value for name, value in first.graph.initializers.items() if value.const_value is None}
     for name, value in needed.items():
         _check(name, value, tensors, path, source_name(name))
     for name in tensors:
@@ -69,10 +71,10 @@ def attach_weights(
                 where=f"{path}: tensor {source_name(name)!r}",
                 remedy="use a plain checkpoint of this architecture",
             )
-    for model in (prefill, decode):
+    for model in graphs.values():
         for name in needed:
             attach(model.graph.initializers[name], tensors[name])
-    return prefill, decode, {name: tensors[name] for name in needed}
+    return graphs, {name: tensors[name] for name in needed}
 
 
 def _check(name: str, value: ir.Value, tensors: Mapping[str, StoredTensor], path: Path, shown: str) -> None:

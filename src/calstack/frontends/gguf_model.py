@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -13,12 +14,13 @@ import numpy as np
 from calstack.calbin.manifest import SourceInfo
 from calstack.errors import UnsupportedError
 from calstack.frontends import limits
-from calstack.frontends.arch import family_of
+from calstack.frontends.arch import family_of_gguf
 from calstack.frontends.arch.rope import llama3_factors
 from calstack.frontends.assemble import attach_weights, check_layers
 from calstack.frontends.gguf import GGUFFile, TensorEntry, read_gguf
-from calstack.frontends.gguf_tokenizer import build_tokenizer, pre_adds_bos
+from calstack.frontends.gguf_tokenizer import adds_bos, build_tokenizer
 from calstack.frontends.mapped import MappedTensor
+from calstack.frontends.normalise import normalise
 from calstack.frontends.reading import bad, hash_files
 from calstack.graph.model import GraphBundle
 from calstack.progress import Progress
@@ -30,45 +32,29 @@ if TYPE_CHECKING:
 
 __all__ = ["open_gguf", "spec_of"]
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BLOCK = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"(?<=\.)\d{1,4}(?=\.)")
 _ROPE_FACTORS = "rope_freqs.weight"
 # llama3 scaling reaches GGUF only as its factors; these are the published settings they can come from.
 _LLAMA3 = RopeSpec(dim=2, scaling="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
 
 
-def hf_name(name: str) -> str | None:
-    """The HF parameter name of a GGUF tensor, None when it has none."""
+def hf_name(name: str, names: Mapping[str, str]) -> str | None:
+    """The HF parameter name of a GGUF tensor, None when it has none. `names` maps stems, `*` is the layer."""
     stem, _, kind = name.rpartition(".")
-    if stem in _TOP and kind in ("weight", "bias"):
-        return f"{_TOP[stem]}.{kind}"
-    match = _BLOCK.fullmatch(name)
-    if match and match[2] in _LAYER:
-        return f"model.layers.{int(match[1])}.{_LAYER[match[2]]}.{match[3]}"
-    return None
+    if kind not in ("weight", "bias"):
+        return None
+    layer = _LAYER.search(name)
+    pattern = names.get(_LAYER.sub("*", stem + ".", count=1)[:-1])
+    return None if pattern is None else f"{pattern.replace('*', str(int(layer[0])) if layer else '')}.{kind}"
 
 
-def _gguf_name(name: str) -> str:
-    for short, long in _TOP.items():
-        if name.startswith(long + "."):
-            return short + name[len(long) :]
-    layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    stem, _, kind = rest.rpartition(".")
-    short_of = {long: short for short, long in _LAYER.items()}
-    return f"blk.{layer}.{short_of[stem]}.{kind}" if stem in short_of else name
+def gguf_name(name: str, names: Mapping[str, str]) -> str:
+    """The GGUF name of an HF parameter, for messages; the HF name where a source has another form."""
+    stem, _, kind = name.rpartition(".")
+    layer = _LAYER.search(name)
+    short_of = {long: short for short, long in names.items()}
+    short = short_of.get(_LAYER.sub("*", stem + ".", count=1)[:-1])
+    return name if short is None else f"{short.replace('*', layer[0] if layer else '')}.{kind}"
 
 
 def _entry(file: GGUFFile, name: str, dims: int) -> TensorEntry:
@@ -121,11 +107,17 @@ def _token_ids(meta: Metadata, vocab: int, *names: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _family(file: GGUFFile) -> Family:
+    arch = file.metadata.text("general.architecture")
+    experts = file.metadata.integer(f"{arch}.expert_count", 0, limits.MAX_EXPERTS, 0)
+    return family_of_gguf(arch, f"{file.path}: general.architecture", experts=experts > 0)
+
+
 def spec_of(file: GGUFFile) -> ModelSpec:
     """The model that the metadata describes; widths are checked against the tensors when the graphs are built."""
     meta = file.metadata
     arch = meta.text("general.architecture")
-    family = family_of(arch, f"{file.path}: general.architecture")
+    family = _family(file)
     if meta.integer("split.count", 0, 1 << 16, 1) > 1:
         raise UnsupportedError(
             "a file split into parts is not supported", where=f"{file.path}: split.count", remedy="merge the parts first"
@@ -138,29 +130,30 @@ def spec_of(file: GGUFFile) -> ModelSpec:
     head_dim = meta.integer(f"{arch}.attention.key_length", 2, limits.MAX_HEAD_DIM, max(2, hidden // heads))
     if meta.integer(f"{arch}.attention.value_length", 2, limits.MAX_HEAD_DIM, head_dim) != head_dim:
         raise UnsupportedError("values of another size than keys are not supported", where=f"{file.path}: {arch}.attention.value_length")
-    spec = ModelSpec(
-        arch=arch,
-        name=meta.text("general.name", file.path.stem)[:200],
-        layers=meta.integer(f"{arch}.block_count", 1, limits.MAX_LAYERS),
-        hidden=hidden,
-        intermediate=meta.integer(f"{arch}.feed_forward_length", 1, limits.MAX_WIDTH),
-        heads=heads,
-        kv_heads=meta.integer(f"{arch}.attention.head_count_kv", 1, limits.MAX_HEADS, heads),
-        head_dim=head_dim,
-        vocab=vocab,
-        context=meta.integer(f"{arch}.context_length", 1, limits.MAX_CONTEXT),
-        rope=_rope(file, arch, head_dim),
-        norm_eps=meta.number(f"{arch}.attention.layer_norm_rms_epsilon", 1e-12, 1.0),
-        qk_norm=family.qk_norm,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        tied_embeddings="output.weight" not in file.tensors,
-        bos_ids=_token_ids(meta, vocab, "bos"),
-        eos_ids=_token_ids(meta, vocab, "eos", "eot", "eom"),
-        pad_id=next(iter(_token_ids(meta, vocab, "padding")), None),
-        add_bos=meta.flag("tokenizer.ggml.add_bos_token", pre_adds_bos(meta)),
-    )
+    fields: dict[str, Any] = {
+        "arch": family.model_type,
+        "name": meta.text("general.name", file.path.stem)[:200],
+        "layers": meta.integer(f"{arch}.block_count", 1, limits.MAX_LAYERS),
+        "hidden": hidden,
+        "intermediate": meta.integer(f"{arch}.feed_forward_length", 1, limits.MAX_WIDTH),
+        "heads": heads,
+        "kv_heads": meta.integer(f"{arch}.attention.head_count_kv", 1, limits.MAX_HEADS, heads),
+        "head_dim": head_dim,
+        "vocab": vocab,
+        "context": meta.integer(f"{arch}.context_length", 1, limits.MAX_CONTEXT),
+        "rope": _rope(file, arch, head_dim),
+        "norm_eps": meta.number(f"{arch}.attention.layer_norm_rms_epsilon", 1e-12, 1.0),
+        "qk_norm": family.qk_norm,
+        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "o_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "tied_embeddings": "output.weight" not in file.tensors,
+        "bos_ids": _token_ids(meta, vocab, "bos"),
+        "eos_ids": _token_ids(meta, vocab, "eos", "eot", "eom"),
+        "pad_id": next(iter(_token_ids(meta, vocab, "padding")), None),
+        "add_bos": meta.flag("tokenizer.ggml.add_bos_token", adds_bos(meta)),
+    }
+    spec = ModelSpec(**(fields | family.gguf(meta)))
     limits.check_relations(spec, file.path)
     return spec
 
@@ -169,11 +162,11 @@ def _weights(file: GGUFFile, spec: ModelSpec, family: Family) -> dict[str, Mappe
     heads = {"attn_q": spec.heads, "attn_k": spec.kv_heads} if family.gguf_interleaved_qk else {}
     if heads and spec.rope.dim != spec.head_dim:
         raise UnsupportedError(
-            "rope over a part of each head is not supported here", where=f"{file.path}: {spec.arch}.rope.dimension_count"
+            "rope over a part of each head is not supported here", where=f"{file.path}: {family.in_gguf}.rope.dimension_count"
         )
     tensors = {}
     for entry in file.tensors.values():
-        name = hf_name(entry.name)
+        name = hf_name(entry.name, family.gguf_names)
         if name is None:
             if entry.name == _ROPE_FACTORS:
                 continue
@@ -214,14 +207,14 @@ def open_gguf(path: Path, *, progress: Progress) -> GraphBundle:
     """
     file = read_gguf(path)
     spec = spec_of(file)
-    weights = _weights(file, spec, family_of(spec.arch, str(path)))
-    check_layers(spec, weights, path, f"{spec.arch}.block_count")
+    family = _family(file)
+    weights = normalise(_weights(file, spec, family), spec, family, path)
+    check_layers(spec, weights, path, f"{family.in_gguf}.block_count")
     tokenizer = build_tokenizer(file.metadata, spec.vocab)
-    prefill, decode, tensors = attach_weights(spec, weights, path=path, source_name=_gguf_name)
+    graphs, tensors = attach_weights(spec, weights, path=path, source_name=lambda name: gguf_name(name, family.gguf_names))
     return GraphBundle(
         spec=spec,
-        prefill=prefill,
-        decode=decode,
+        graphs=graphs,
         tensors=tensors,
         tokenizer_json=tokenizer,
         chat_template=_chat_template(file.metadata),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from calstack.frontends.metadata import Metadata
 
-__all__ = ["PRE", "Pre", "build_tokenizer", "pre_adds_bos"]
+__all__ = ["PRE", "Pre", "adds_bos", "build_tokenizer"]
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,7 +52,7 @@ PRE = {
 _CONTROL, _USER_DEFINED = 3, 4  # token types; 1 normal, 2 unknown, 5 unused, 6 byte are plain vocabulary
 
 
-def pre_adds_bos(meta: Metadata) -> bool:
+def adds_bos(meta: Metadata) -> bool:
     """What `add_bos_token` means when the file does not hold it."""
     name = meta.text("tokenizer.ggml.pre", "default")
     return name in PRE and PRE[name].add_bos

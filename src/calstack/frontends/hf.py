@@ -10,9 +10,11 @@ import numpy as np
 
 from calstack.calbin.manifest import SourceInfo
 from calstack.frontends import limits
+from calstack.frontends.arch import family_of
 from calstack.frontends.assemble import attach_weights, check_layers
 from calstack.frontends.hf_config import empty, generation_of, spec_of
 from calstack.frontends.metadata import Metadata
+from calstack.frontends.normalise import normalise
 from calstack.frontends.reading import bad, hash_files, inside, read_json, read_small
 from calstack.frontends.safetensors import read_safetensors
 from calstack.graph.model import GraphBundle
@@ -45,12 +47,12 @@ def open_hf(directory: Path, *, progress: Progress) -> GraphBundle:
     generation, ends = generation_of(_optional(directory / "generation_config.json"), spec)
     spec = msgspec.structs.replace(spec, eos_ids=ends, add_bos=_adds_bos(tokenizer, spec))
     weights, files = _weights(directory, spec)
-    check_layers(spec, weights, path, "num_hidden_layers")
-    prefill, decode, tensors = attach_weights(spec, weights, path=directory)
+    named = normalise(weights, spec, family_of(spec.arch, str(path)), directory)
+    check_layers(spec, named, path, "num_hidden_layers")
+    graphs, tensors = attach_weights(spec, named, path=directory)
     return GraphBundle(
         spec=spec,
-        prefill=prefill,
-        decode=decode,
+        graphs=graphs,
         tensors=tensors,
         tokenizer_json=tokenizer_json,
         chat_template=_chat_template(directory),

@@ -9,6 +9,7 @@ from typing import Any
 from calstack.errors import UnsupportedError
 from calstack.frontends import limits
 from calstack.frontends.arch import family_of
+from calstack.frontends.hf_window import window_fields
 from calstack.frontends.metadata import Metadata
 from calstack.frontends.reading import bad
 from calstack.specs import Activation, ModelSpec, RopeSpec
@@ -24,35 +25,41 @@ def spec_of(config: Metadata, *, name: str) -> ModelSpec:
     path = config.path
     model_type = config.text("model_type")
     family = family_of(model_type, f"{path}: model_type")
+    config = Metadata(path, {**family.defaults, **config.values}, config.prefix)
     _refuse_variants(config)
     hidden = config.integer("hidden_size", 1, limits.MAX_WIDTH)
     heads = config.integer("num_attention_heads", 1, limits.MAX_HEADS)
     head_dim = config.integer("head_dim", 2, limits.MAX_HEAD_DIM, max(2, hidden // heads))
     vocab = config.integer("vocab_size", 1, limits.MAX_VOCAB)
     bias = config.flag("attention_bias", False)
-    spec = ModelSpec(
-        arch=model_type,
-        name=name,
-        layers=config.integer("num_hidden_layers", 1, limits.MAX_LAYERS),
-        hidden=hidden,
-        intermediate=config.integer("intermediate_size", 1, limits.MAX_WIDTH),
-        heads=heads,
-        kv_heads=config.integer("num_key_value_heads", 1, limits.MAX_HEADS, heads),
-        head_dim=head_dim,
-        vocab=vocab,
-        context=config.integer("max_position_embeddings", 1, limits.MAX_CONTEXT),
-        rope=_rope(config, head_dim),
-        norm_eps=config.number("rms_norm_eps", 1e-12, 1.0),
-        activation=_activation(config),
-        qk_norm=family.qk_norm,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=config.flag("mlp_bias", False),
-        tied_embeddings=config.flag("tie_word_embeddings", False),
-        bos_ids=token_ids(config, "bos_token_id", vocab),
-        eos_ids=token_ids(config, "eos_token_id", vocab),
-        pad_id=next(iter(token_ids(config, "pad_token_id", vocab)), None),
+    layers, context = (
+        config.integer("num_hidden_layers", 1, limits.MAX_LAYERS),
+        config.integer("max_position_embeddings", 1, limits.MAX_CONTEXT),
     )
+    fields: dict[str, Any] = {
+        "arch": model_type,
+        "name": name,
+        "layers": layers,
+        "hidden": hidden,
+        "intermediate": config.integer("intermediate_size", 1, limits.MAX_WIDTH),
+        "heads": heads,
+        "kv_heads": config.integer("num_key_value_heads", 1, limits.MAX_HEADS, heads),
+        "head_dim": head_dim,
+        "vocab": vocab,
+        "context": context,
+        "rope": _rope(config, head_dim),
+        "norm_eps": config.number("rms_norm_eps", 1e-12, 1.0),
+        "activation": _activation(config),
+        "qk_norm": family.qk_norm,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": config.flag("mlp_bias", False),
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "bos_ids": token_ids(config, "bos_token_id", vocab),
+        "eos_ids": token_ids(config, "eos_token_id", vocab),
+        "pad_id": next(iter(token_ids(config, "pad_token_id", vocab)), None),
+    }
+    spec = ModelSpec(**(fields | window_fields(config, layers, context, head_dim) | family.config(config)))
     limits.check_relations(spec, path)
     return spec
 
@@ -68,10 +75,8 @@ def token_ids(meta: Metadata, key: str, vocab: int) -> tuple[int, ...]:
 
 
 def _refuse_variants(config: Metadata) -> None:
-    kinds = config.values.get("layer_types") or []
-    sliding = config.values.get("use_sliding_window") is True or (isinstance(kinds, list) and any(k != "full_attention" for k in kinds))
-    if sliding:
-        _unsupported(config, "layer_types", "sliding-window attention is not supported")
+    if config.values.get("use_bidirectional_attention"):
+        _unsupported(config, "use_bidirectional_attention", "a decoder that attends to later tokens is not supported")
     if config.values.get("quantization_config") is not None:
         _unsupported(config, "quantization_config", "a quantised checkpoint is not supported", "use the unquantised checkpoint or a GGUF")
 
@@ -81,15 +86,18 @@ def _unsupported(config: Metadata, key: str, what: str, remedy: str = "") -> Non
 
 
 def _activation(config: Metadata) -> Activation:
-    name = config.text("hidden_act", "silu")
+    key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+    name = config.text(key, "silu")
     if name not in _ACTIVATIONS:
-        _unsupported(config, "hidden_act", f"the activation {name[:32]!r} is not supported", f"supported: {', '.join(_ACTIVATIONS)}")
+        _unsupported(config, key, f"the activation {name[:32]!r} is not supported", f"supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 
 
 def _rope(config: Metadata, head_dim: int) -> RopeSpec:
     """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
     rope = config.section("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    if "full_attention" in rope:  # one rope for layers of each kind
+        rope = rope.section("full_attention")
     theta = (rope if "rope_theta" in rope else config).number("rope_theta", 1.0, 1e12, 10000.0)
     partial = (rope if "partial_rotary_factor" in rope else config).number("partial_rotary_factor", 1e-3, 1.0, 1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))

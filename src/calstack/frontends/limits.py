@@ -10,6 +10,7 @@ from calstack.specs import ModelSpec
 
 __all__ = [
     "MAX_CONTEXT",
+    "MAX_EXPERTS",
     "MAX_HEADS",
     "MAX_HEAD_DIM",
     "MAX_LAYERS",
@@ -24,6 +25,7 @@ MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 18  # hidden and intermediate
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
+MAX_EXPERTS = 1024
 MAX_VOCAB = 1 << 22
 MAX_CONTEXT = 1 << 24
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -37,6 +39,8 @@ def check_relations(spec: ModelSpec, path: Path) -> None:
         bad(path, "head_dim", f"{spec.head_dim} is odd")
     if spec.rope.dim % 2 or not 2 <= spec.rope.dim <= spec.head_dim:
         bad(path, "rope dimension", f"{spec.rope.dim} is not an even number up to the head size {spec.head_dim}")
+    if spec.moe is not None and spec.moe.top_k > spec.moe.experts:
+        bad(path, "experts", f"{spec.moe.top_k} of {spec.moe.experts} experts cannot be chosen")
     if spec.rope.scaling == "llama3" and spec.rope.high_freq_factor <= spec.rope.low_freq_factor:
         bad(path, "rope scaling", "the high frequency factor is not above the low one")
     for name, ids in (("bos", spec.bos_ids), ("eos", spec.eos_ids), ("pad", (spec.pad_id,) if spec.pad_id is not None else ())):
@@ -57,6 +61,13 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
         "vocab": (spec.vocab, MAX_VOCAB),
         "context": (spec.context, MAX_CONTEXT),
     }
+    if spec.moe is not None:
+        integers["moe.experts"] = (spec.moe.experts, MAX_EXPERTS)
+        integers["moe.top_k"] = (spec.moe.top_k, MAX_EXPERTS)
+        integers["moe.intermediate"] = (spec.moe.intermediate, MAX_WIDTH)
+    if spec.sliding_window or spec.full_attention_every:
+        integers["sliding_window"] = (spec.sliding_window, MAX_CONTEXT)
+        integers["full_attention_every"] = (spec.full_attention_every + 1, MAX_LAYERS + 1)
     for name, (value, high) in integers.items():
         if not 1 <= value <= high:
             bad(path, f"spec.{name}", f"{value} is not from 1 to {high}")

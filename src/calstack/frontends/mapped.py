@@ -37,6 +37,13 @@ class MappedTensor:
         rows = int(np.prod(self.shape[:-1], dtype=np.int64))
         return rows * KINDS[self.kind].row_bytes(self.shape[-1])
 
+    def rows(self, name: str, start: int, count: int) -> MappedTensor:
+        """`count` rows from `start` as a tensor of their own; rows must lie as they are stored."""
+        if self.interleaved_heads or not 0 <= start <= start + count <= self.shape[0]:
+            raise ValueError(f"{self.name}: no rows {start}..{start + count}")
+        per_row = self.nbytes // self.shape[0]
+        return dataclasses.replace(self, name=name, shape=(count, *self.shape[1:]), offset=self.offset + start * per_row)
+
     def stored(self) -> npt.NDArray[np.uint8]:
         """[rows, bytes per row], rows in HF order; a read-only view of the file unless rows move."""
         row_bytes = KINDS[self.kind].row_bytes(self.shape[-1])

@@ -35,7 +35,7 @@ from calstack.graph.names import KIND_KEY
 from calstack.graph.verify import verify
 from calstack.graph.walk import kv_layers, weights_of
 from calstack.progress import Progress
-from calstack.specs import ModelSpec
+from calstack.specs import ModelSpec, Role
 
 __all__ = ["keep_onnx", "open_onnx_dir"]
 
@@ -52,21 +52,23 @@ def open_onnx_dir(directory: Path, *, progress: Progress) -> GraphBundle:
     Raises SourceError when something is damaged, missing, or the two graphs disagree.
     """
     index = _read_index(directory / layout.INDEX)
-    prefill, decode = (_read_graph(directory / name) for name in (layout.PREFILL, layout.DECODE))
-    spec = _spec_of_graphs(index, directory, prefill, decode)
-    reader = FloatReader(directory)
-    floats = {name: reader.tensor(directory / layout.PREFILL, value) for name, value in weights_of(prefill.graph).items()}
-    _check_same_weights(directory, reader, floats, decode)
+    limits.check_spec(index.spec, directory / layout.INDEX)
+    roles = (Role.PREFILL, Role.DECODE) if index.spec.encoder is None else (Role.ENCODE,)
+    graphs = {role: _read_graph(directory / layout.GRAPHS[role]) for role in roles}
+    spec = _spec_of_graphs(index, directory, graphs)
+    reader, first = FloatReader(directory), roles[0]
+    floats = {name: reader.tensor(directory / layout.GRAPHS[first], value) for name, value in weights_of(graphs[first].graph).items()}
+    if Role.DECODE in graphs:
+        _check_same_weights(directory, reader, floats, graphs[Role.DECODE])
     tensors, changed = _match_stored(directory, index, floats, progress)
     for name, tensor in tensors.items():
-        for graph in (prefill.graph, decode.graph):
-            attach(graph.initializers[name], tensor)
+        for model in graphs.values():
+            attach(model.graph.initializers[name], tensor)
             if name in index.tensors:  # a changed weight is quantised anew into the form its source had
-                graph.initializers[name].metadata_props[KIND_KEY] = index.tensors[name].kind
+                model.graph.initializers[name].metadata_props[KIND_KEY] = index.tensors[name].kind
     return GraphBundle(
         spec=spec,
-        prefill=prefill,
-        decode=decode,
+        graphs=graphs,
         tensors=tensors,
         tokenizer_json=_tokenizer(directory / layout.TOKENIZER),
         chat_template=_template(directory / layout.TEMPLATE),
@@ -123,13 +125,14 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(old)
 
 
-def _spec_of_graphs(index: layout.Index, directory: Path, prefill: ir.Model, decode: ir.Model) -> ModelSpec:
+def _spec_of_graphs(index: layout.Index, directory: Path, graphs: Mapping[Role, ir.Model]) -> ModelSpec:
     """The index's spec with as many layers as the graphs have."""
-    layers = kv_layers(prefill.graph)
-    if layers != kv_layers(decode.graph):
-        bad(directory, "kv inputs", f"{layout.PREFILL} and {layout.DECODE} have different layers", "change both graphs alike")
-    limits.check_spec(index.spec, directory / layout.INDEX)
     family_of(index.spec.arch, f"{directory / layout.INDEX}: spec.arch")
+    if index.spec.encoder is not None:
+        return index.spec
+    layers = kv_layers(graphs[Role.PREFILL].graph)
+    if layers != kv_layers(graphs[Role.DECODE].graph):
+        bad(directory, "kv inputs", "the prefill and decode graphs have different layers", "change both graphs alike")
     return msgspec.structs.replace(index.spec, layers=len(layers))
 
 
@@ -138,7 +141,7 @@ def _check_same_weights(directory: Path, reader: FloatReader, floats: Mapping[st
     if odd := set(found) ^ set(floats):
         bad(directory, f"initializer {min(odd)[:120]!r}", "only one of the two graphs has it", "change both graphs alike")
     for name, value in found.items():
-        other = reader.tensor(directory / layout.DECODE, value)
+        other = reader.tensor(directory / layout.GRAPHS[Role.DECODE], value)
         mine = floats[name]
         same_place = (mine.map is other.map, mine.offset, mine.shape, mine.kind) == (True, other.offset, other.shape, other.kind)
         if not same_place and (mine.shape != other.shape or _digest(mine) != _digest(other)):
@@ -210,7 +213,8 @@ def _template(path: Path) -> str:
 def _source(directory: Path, index: layout.Index, changed: list[str], progress: Progress) -> SourceInfo:
     """The graphs and index as source files; the index holds the hash of every unchanged weight, so that data are hashed again only
     when one was changed."""
-    names = [layout.PREFILL, layout.DECODE, layout.INDEX, layout.TOKENIZER]
+    names = [name for name in layout.GRAPHS.values() if (directory / name).is_file()]
+    names += [layout.INDEX, layout.TOKENIZER]
     names += [name for name in (layout.WEIGHTS,) if changed and (directory / name).is_file()]
     files = hash_files([directory / name for name in names], directory, progress)
     source = index.source

@@ -1,6 +1,6 @@
 """What lies in a directory that `keep_onnx` wrote.
 
-prefill.onnx, decode.onnx   the graphs; float weights are external data in weights.bin
+prefill.onnx, decode.onnx   the graphs (an encoder has encode.onnx alone); float weights are external data in weights.bin
 weights.bin                 f32 weights, each at a multiple of 4096 bytes: onnxruntime maps it
 stored.bin                  the source's stored bytes of every weight that is not plain f32
 index.json                  ModelSpec, source, generation defaults, and per weight the hash of the floats it stands for
@@ -12,15 +12,14 @@ from __future__ import annotations
 import msgspec
 
 from calstack.calbin.manifest import SourceInfo
-from calstack.specs import ModelSpec
+from calstack.specs import ModelSpec, Role
 
 __all__ = [
     "ALIGNMENT",
-    "DECODE",
     "FILES",
     "FORMAT",
+    "GRAPHS",
     "INDEX",
-    "PREFILL",
     "STORED",
     "TEMPLATE",
     "TOKENIZER",
@@ -31,9 +30,10 @@ __all__ = [
 
 FORMAT = 1
 ALIGNMENT = 4096
-PREFILL, DECODE, WEIGHTS, STORED = "prefill.onnx", "decode.onnx", "weights.bin", "stored.bin"
+GRAPHS = {role: f"{role}.onnx" for role in (Role.PREFILL, Role.DECODE, Role.ENCODE)}
+WEIGHTS, STORED = "weights.bin", "stored.bin"
 INDEX, TOKENIZER, TEMPLATE = "index.json", "tokenizer.json", "chat_template.jinja"
-FILES = frozenset({PREFILL, DECODE, WEIGHTS, STORED, INDEX, TOKENIZER, TEMPLATE})
+FILES = frozenset({*GRAPHS.values(), WEIGHTS, STORED, INDEX, TOKENIZER, TEMPLATE})
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

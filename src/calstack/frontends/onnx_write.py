@@ -57,8 +57,8 @@ def _write_beside(bundle: GraphBundle, directory: Path, progress: Progress) -> N
 
 def _write(bundle: GraphBundle, directory: Path, progress: Progress) -> None:
     entries = _write_weights(bundle.tensors, directory, progress)
-    for file, model in ((layout.PREFILL, bundle.prefill), (layout.DECODE, bundle.decode)):
-        ir.save(_pointing_at(model, entries), directory / file)
+    for role, model in bundle.graphs.items():
+        ir.save(_pointing_at(model, entries), directory / layout.GRAPHS[role])
     (directory / layout.TOKENIZER).write_bytes(bundle.tokenizer_json)
     if bundle.chat_template:
         (directory / layout.TEMPLATE).write_text(bundle.chat_template, encoding="utf-8")

@@ -36,7 +36,7 @@ def open_source(path: Path, *, progress: Progress | None = None) -> GraphBundle:
 
 
 def _open_directory(path: Path, progress: Progress) -> GraphBundle:
-    if (path / "index.json").is_file() and (path / "prefill.onnx").is_file():
+    if (path / "index.json").is_file() and any((path / name).is_file() for name in ("prefill.onnx", "encode.onnx")):
         from calstack.frontends.onnx_dir import open_onnx_dir
 
         return open_onnx_dir(path, progress=progress)

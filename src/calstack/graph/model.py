@@ -27,7 +27,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from calstack.calbin.manifest import SourceInfo
-from calstack.specs import ModelSpec
+from calstack.errors import UnsupportedError
+from calstack.specs import ModelSpec, Role
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,10 +70,25 @@ class GraphBundle:
     """Everything the compiler needs of a model."""
 
     spec: ModelSpec
-    prefill: ir.Model
-    decode: ir.Model
+    graphs: Mapping[Role, ir.Model]  # prefill and decode, or encode
     tensors: Mapping[str, StoredTensor]  # by initializer name
     tokenizer_json: bytes
     chat_template: str  # "" when the source has none
     generation: Mapping[str, object]  # generation defaults: eos ids, temperature, …
     source: SourceInfo
+
+    @property
+    def prefill(self) -> ir.Model:
+        """The prefill graph, or UnsupportedError for an encoder."""
+        return self._graph(Role.PREFILL)
+
+    @property
+    def decode(self) -> ir.Model:
+        """The decode graph, or UnsupportedError for an encoder."""
+        return self._graph(Role.DECODE)
+
+    def _graph(self, role: Role) -> ir.Model:
+        if role not in self.graphs:
+            held = ", ".join(self.graphs)
+            raise UnsupportedError(f"{self.spec.arch} has no {role} graph, only {held}", where=self.spec.name, remedy="give a decoder")
+        return self.graphs[role]

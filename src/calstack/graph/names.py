@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["EMBEDS", "INPUT_IDS", "INV_FREQ", "KIND_KEY", "LOGITS", "PAST_LEN", "POSITIONS", "is_kv", "kv_in", "kv_number", "kv_out"]
+__all__ = [
+    "EMBEDS",
+    "INPUT_IDS",
+    "INV_FREQ",
+    "KIND_KEY",
+    "LOCAL_INV_FREQ",
+    "LOGITS",
+    "PAST_LEN",
+    "POSITIONS",
+    "is_kv",
+    "kv_in",
+    "kv_number",
+    "kv_out",
+]
 
 INPUT_IDS = "input_ids"
 POSITIONS = "positions"
@@ -12,6 +25,7 @@ PAST_LEN = "past_kv_cur_seq_len"
 LOGITS = "logits"
 EMBEDS = "embeds"  # reserved
 INV_FREQ = "inv_freq"
+LOCAL_INV_FREQ = "inv_freq.local"  # of layers with a sliding window, where theirs differs
 KIND_KEY = "calstack.kind"  # initializer metadata: how the source stores it
 
 _KV = re.compile(r"kv\.(\d{1,6})\.([kv])(\.out)?")

@@ -11,7 +11,7 @@ from calstack.graph.names import kv_number
 __all__ = ["FLOATS", "kv_layers", "name_of", "read_values", "weights_of"]
 
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-_WEIGHT_USERS = frozenset({"Transpose", "MatMul", "Gather", "RMSNormalization", "Add"})
+_WEIGHT_USERS = frozenset({"Transpose", "MatMul", "Gather", "RMSNormalization", "LayerNormalization", "Add", "MoE"})
 
 
 def name_of(value: ir.Value | None) -> str:

@@ -83,7 +83,10 @@ def test_graphs_that_disagree_on_kv_layers_are_refused() -> None:
     decode = bundle("tiny-llama").decode.clone()
     remove_layer(decode.graph, 0)
     with pytest.raises(UnsupportedError, match="KV layers"):
-        plan_bundle(dataclasses.replace(bundle("tiny-llama"), decode=decode), CompileOptions())
+        plan_bundle(
+            dataclasses.replace(bundle("tiny-llama"), graphs={Role.PREFILL: bundle("tiny-llama").prefill, Role.DECODE: decode}),
+            CompileOptions(),
+        )
 
 
 def test_submodels_are_a_prefill_and_one_decode_per_batch() -> None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from calstack.errors import SourceError, UnsupportedError
 from calstack.frontends import open_source
-from calstack.frontends.gguf_tokenizer import PRE, build_tokenizer, pre_adds_bos
+from calstack.frontends.gguf_tokenizer import PRE, adds_bos, build_tokenizer
 from calstack.frontends.metadata import Metadata
 from tests.support.gguf_files import DATA, tiny_parts
 
@@ -76,8 +76,8 @@ def test_every_known_pre_tokenizer_round_trips(pre: str) -> None:
 
 
 def test_add_bos_defaults_by_pre_tokenizer() -> None:
-    assert pre_adds_bos(metadata(pre="llama-bpe"))
-    assert not pre_adds_bos(metadata(pre="smollm"))
+    assert adds_bos(metadata(pre="llama-bpe"))
+    assert not adds_bos(metadata(pre="smollm"))
 
 
 @pytest.mark.parametrize(

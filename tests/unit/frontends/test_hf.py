@@ -17,6 +17,9 @@ from tests.support.gguf_files import DATA
 Weights = dict[str, np.ndarray]
 
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 64, "layer_types": None, "max_window_layers": 0}
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     shutil.copytree(DATA / "tiny-qwen3", tmp_path / "m")
@@ -109,8 +112,8 @@ def test_a_wrong_config_is_refused_by_field(directory: Path, changed: dict[str, 
         ({"model_type": "mamba"}, "mamba"),
         ({"hidden_act": "relu"}, "relu"),
         ({"hidden_act": "gelu"}, "activation"),
-        ({"use_sliding_window": True}, "sliding"),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding"),
+        (SLIDING | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "no regular pattern"),
+        (SLIDING | {"max_window_layers": 1}, "no regular pattern"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from calstack.errors import UnsupportedError
-from calstack.frontends.arch import llama, qwen3
+from calstack.frontends.arch import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from calstack.frontends.arch.family import Family
+from calstack.specs import Role
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from calstack.specs import ModelSpec
 
-__all__ = ["FAMILIES", "build_graphs", "family_of"]
+__all__ = ["FAMILIES", "build_graphs", "family_of", "family_of_gguf"]
 
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (llama, qwen3)}
+_MODULES = (llama, mistral, qwen2, qwen3, phi3, gemma3, qwen3_moe, mixtral)
+FAMILIES: Mapping[str, Family] = MappingProxyType({module.FAMILY.model_type: module.FAMILY for module in _MODULES})
 
 
 def family_of(model_type: str, where: str) -> Family:
-    """The family of an HF model type (GGUF uses the same names), or UnsupportedError."""
+    """The family of an HF model type, or UnsupportedError."""
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UnsupportedError(f"the architecture {model_type[:64]!r} is not supported", where=where, remedy=f"supported: {known}")
     return FAMILIES[model_type]
 
 
-def build_graphs(spec: ModelSpec) -> tuple[ir.Model, ir.Model]:
-    """The prefill graph (any q_len) and the decode graph (q_len 1) of a spec, weights without data."""
+def family_of_gguf(arch: str, where: str, *, experts: bool) -> Family:
+    """The family that GGUF calls `arch`, with or without experts, or UnsupportedError. The first in the table wins."""
+    for family in FAMILIES.values():
+        if (family.in_gguf, family.moe) == (arch, experts):
+            return family
+    known = ", ".join(sorted({family.in_gguf for family in FAMILIES.values()}))
+    shown = f"{arch[:64]!r} with experts" if experts else f"{arch[:64]!r}"
+    raise UnsupportedError(f"the architecture {shown} is not supported", where=where, remedy=f"supported: {known}")
+
+
+def build_graphs(spec: ModelSpec) -> dict[Role, ir.Model]:
+    """A decoder's prefill graph (any q_len) and decode graph (q_len 1), weights without data."""
     from calstack.frontends.arch.trace import trace  # onnxscript takes half a second to import
 
     family_of(spec.arch, spec.name).check(spec, spec.name)
-    return trace(spec, name="prefill", q_len="q_len"), trace(spec, name="decode", q_len=1)
+    return {Role.PREFILL: trace(spec, name="prefill", q_len="q_len"), Role.DECODE: trace(spec, name="decode", q_len=1)}

@@ -10,5 +10,4 @@ FAMILY = Family(
     model_type="llama",
     gguf_interleaved_qk=True,
     biases=frozenset({"qkv_bias", "o_bias", "mlp_bias"}),
-    rope_scalings=frozenset({"none", "linear", "llama3", "yarn"}),
 )

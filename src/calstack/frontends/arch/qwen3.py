@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from calstack.frontends.arch.family import Family
 
 __all__ = ["FAMILY"]
@@ -10,5 +12,6 @@ FAMILY = Family(
     model_type="qwen3",
     qk_norm=True,
     biases=frozenset({"qkv_bias", "o_bias"}),
-    rope_scalings=frozenset({"none", "linear", "llama3", "yarn"}),
+    sliding=True,
+    defaults=MappingProxyType({"use_sliding_window": False}),
 )

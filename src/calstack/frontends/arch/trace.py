@@ -29,7 +29,9 @@ def trace(spec: ModelSpec, *, name: str, q_len: int | str) -> ir.Model:
     builder.add_output(logits, LOGITS)
     for layer, grown in enumerate(present):
         _add_present(builder, spec, layer, grown)
-    return ir.Model(builder.graph, ir_version=IR_VERSION, producer_name="calstack")
+    functions = list(builder.functions.values())
+    builder.graph.opset_imports.update({function.domain: 1 for function in functions})
+    return ir.Model(builder.graph, ir_version=IR_VERSION, producer_name="calstack", functions=functions)
 
 
 def _past(builder: GraphBuilder, spec: ModelSpec, layer: int) -> Past:
