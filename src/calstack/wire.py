@@ -70,6 +70,8 @@ class Submit(_Msg, frozen=True, kw_only=True):
     grammar: str = ""  # llguidance text (calstack.grammar) that the output must match; empty = free
     overflow: Literal["reject", "truncate", "shift"] = "reject"
     alone: bool = False  # run without batch mates (after two crashes)
+    grammar: str = ""  # grammar.grammar_source of what the output must match; "" = no constraint
+    key: str = ""  # whose request it is, for fair shares; "" = nobody's in particular
 
 
 class Cancel(_Msg, frozen=True, kw_only=True):
