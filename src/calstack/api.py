@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "Ceilings",
     "CompileOptions",
     "OpenOptions",
     "VerifyReport",
+    "ceilings",
     "compile_model",
     "load",
     "open_direct",
@@ -133,6 +135,22 @@ def open_direct(
     opened = open_device(device, OpenOptions(isa=isa, threads=threads, completion=completion))
     most = max(s.context for s in manifest.submodels)
     return DirectRunner(opened, Path(calbin), manifest, lanes=lanes, positions=positions or most)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this machine's memory and int8 units give at most."""
+
+    read_gb_s: float
+    int8_gop_s: float  # multiply and add counted each
+
+
+def ceilings(*, isa: str = "", threads: int = 0, nbytes: int = 256 << 20) -> Ceilings:
+    """Measure both ceilings with the cpu device's instruction set `isa`: a prefetching read over `nbytes`, int8 products in registers."""
+    from calstack.native import kernels
+
+    name, count = isa or kernels.isas()[-1], threads or usable_cores()
+    return Ceilings(kernels.read_limit(name, count, nbytes), kernels.int8_peak(name, count))
 
 
 def quality_summary(calbin: str | Path) -> dict[str, float | str]:

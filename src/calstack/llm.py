@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +25,8 @@ from calstack.engine.assemble import assemble
 from calstack.engine.driver import Driver
 from calstack.engine.options import EngineOptions
 from calstack.errors import CalstackError, ContextSizeError, OverloadedError, RequestError
-from calstack.runtime.facts import Extent
+from calstack.grammar import GrammarSpec, Matcher, grammar_source, load_grammars
+from calstack.runtime.facts import CalbinFacts, Extent
 from calstack.server.model import ServedModel, load_model
 from calstack.specs import Role, SamplingParams
 from calstack.text.detokenize import Detokenizer
@@ -93,7 +95,8 @@ def load(
     model = load_model(path)
     opened = open_device(device, open_options) if isinstance(device, str) else device
     try:
-        driver = assemble(opened, path, options=options, kv_memory=kv_memory)
+        grammars = partial(_grammars, path)
+        driver = assemble(opened, path, options=options, kv_memory=kv_memory, grammars=grammars)
     except BaseException:
         if isinstance(device, str):
             opened.close()
@@ -120,7 +123,7 @@ class LLM:
 
     def close(self) -> None:
         """Unload the calbin, and close the device if `load` opened it."""
-        self.driver.runtime.close()
+        self.driver.close()
         if self._owns_device:
             self.driver.runtime.device.close()
 
@@ -149,6 +152,7 @@ class LLM:
         stop_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         top_logprobs: int = -1,
+        grammar: GrammarSpec | None = None,
     ) -> Iterator[Event]:
         """Events of one generation; greedy unless `sampling` says otherwise. Leaving the iterator cancels it.
 
@@ -165,6 +169,7 @@ class LLM:
             stop_ids=(*stop_ids, *(() if ignore_eos else self.model.vocabulary.end_ids)),
             ignore_eos=ignore_eos,
             top_logprobs=top_logprobs,
+            grammar=grammar_source(grammar) if grammar is not None else "",
         )
         return self.run(submit)
 
@@ -198,8 +203,8 @@ class LLM:
 
     def _step(self) -> None:
         """Turn, and sleep in the device when the turn brought nothing."""
-        before = self.driver.core.in_flight
-        if not self._turn() and self.driver.core.in_flight and before:
+        core, before = self.driver.core, self.driver.core.in_flight
+        if not self._turn() and (before or not core.in_flight):
             self.driver.wait(_SLEEP_S)
 
     def _turn(self, *messages: Submit | Cancel) -> bool:
@@ -258,6 +263,10 @@ class LLM:
         """Since load."""
         phases = {phase: PhaseSummary(rows, self._ns[phase] / 1e9) for phase, rows in self._rows.items()}
         return Summary(phases["prefill"], phases["decode"], self.driver.ledger.seconds())
+
+
+def _grammars(calbin: Path, facts: CalbinFacts) -> Callable[[str], Matcher]:
+    return load_grammars(calbin, vocab=facts.vocab, eos=facts.eos_ids)
 
 
 def _raised(finish: Finish) -> CalstackError:

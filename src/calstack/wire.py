@@ -67,9 +67,11 @@ class Submit(_Msg, frozen=True, kw_only=True):
     adapter: int = 0
     cache_salt: str = ""
     cache_prompt: bool = True
-    grammar: str = ""  # llguidance text (calstack.grammar) that the output must match; empty = free
+    grammar: str = ""  # what the output must match, as the text that grammar_source makes; "" = no constraint
     overflow: Literal["reject", "truncate", "shift"] = "reject"
     alone: bool = False  # run without batch mates (after two crashes)
+    grammar: str = ""  # what the output must match, as the text that grammar_source makes; "" = no constraint
+    key: str = ""  # owner of the request, for fair shares; "" = everybody without one
 
 
 class Cancel(_Msg, frozen=True, kw_only=True):

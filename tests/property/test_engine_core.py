@@ -34,9 +34,12 @@ class EngineMachine(RuleBasedStateMachine):
         queue=st.integers(1, 12),
         cache=st.sampled_from([0, 3 * 1024, 1 << 20]),
         split=st.booleans(),
+        late=st.booleans(),
         itl=st.sampled_from([0.0, 3.0]),
     )
-    def start(self, blocks: int, depth: int, chunk: int, batches: tuple[int, ...], queue: int, cache: int, split: bool, itl: float) -> None:
+    def start(self, blocks: int, depth: int, chunk: int, batches: tuple[int, ...], queue: int, cache: int, split: bool, itl: float,
+        late: bool,
+    ) -> None:  # fmt: skip
         options = EngineOptions(
             depth=depth, prefill_chunk=chunk, max_queued_requests=queue, prefix_cache_bytes=cache, itl_target_ms=itl, min_chunk=2,
             max_restarts=1000,
@@ -45,7 +48,7 @@ class EngineMachine(RuleBasedStateMachine):
         if split:  # long lanes fit the smallest batch only
             short = submodel(Role.DECODE, 8, 1, 40)
             facts = dataclasses.replace(facts, submodels=(*facts.submodels, short))
-        self.h = Harness(facts, kv_blocks=blocks, options=options, runtime=RuntimeOptions(attempts=100, max_resets=100))
+        self.h = Harness(facts, kv_blocks=blocks, options=options, runtime=RuntimeOptions(attempts=100, max_resets=100), late=late)
         self.count = 0
 
     @rule(
@@ -54,7 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.integers(0, 2),
         tokens=st.integers(1, 40),
         sampling=st.sampled_from(SAMPLINGS),
-        extra=st.sampled_from([{}, {}, {"priority": 1}, {"alone": True}, {"cache_prompt": False}]),
+        extra=st.sampled_from([{}, {}, {"priority": 1}, {"alone": True}, {"cache_prompt": False}, {"grammar": "8,0"}, {"grammar": "30,0"}]),
         stop=st.none() | st.integers(0, 8),
     )
     def arrive(
@@ -111,7 +114,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert ids == self.h.alone(name)
         elif reason == "stop":
             expected = self.h.alone(name)
-            assert ids == expected[: expected.index(submit.stop_ids[0])]
+            assert ids == (
+                expected[: expected.index(submit.stop_ids[0])] if submit.stop_ids and self.h.ends[name].stop_id >= 0 else expected
+            )
 
 
 EngineMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from calstack.clock import Clock
 from calstack.devices.base import (
@@ -32,6 +33,7 @@ from calstack.devices.base import (
     Ticket,
     TokenFrom,
 )
+from calstack.engine.constraints import Constraint
 from calstack.errors import CancelledError, DeviceError, DeviceFatal
 from calstack.runtime.facts import CalbinFacts, Extent
 from calstack.specs import DrawKey, SamplingParams
@@ -57,13 +59,28 @@ def _values(s: SamplingParams) -> _Values:
     return _Values(s.temperature, s.top_k, s.repetition_penalty)
 
 
-def alone(prompt: Sequence[int], sampling: SamplingParams, seed: int, choice: int, count: int, vocab: int) -> list[int]:
+def masked(token: int, mask: npt.NDArray[np.int32] | None, vocab: int) -> int:
+    """The id that a mask makes of a sampled one."""
+    if mask is None:
+        return token
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab])
+    return int(allowed[token % len(allowed)])
+
+
+def alone(
+    prompt: Sequence[int], sampling: SamplingParams, seed: int, choice: int, count: int, vocab: int, grammar: Constraint | None = None
+) -> list[int]:
     """The ids a request must get whatever happens around it."""
     out: list[int] = []
     for index in range(count):
         cells = list(enumerate([*prompt, *out]))
         history = (tuple(prompt), tuple(out)) if sampling.needs_history else ((), ())
-        out.append(sample(cells, sampling, DrawKey(seed=seed, choice=choice, index=index), history, vocab))
+        token = sample(cells, sampling, DrawKey(seed=seed, choice=choice, index=index), history, vocab)
+        out.append(masked(token, grammar.mask() if grammar else None, vocab))
+        if grammar is not None:
+            assert grammar.consume(out[-1])
+            if grammar.finished:
+                break
     return out
 
 
@@ -78,8 +95,12 @@ class _Job:
 class FakeDevice:
     """Runs launches in order on the given clock. `faults`: errors to end the next launches with (None = let it run)."""
 
-    def __init__(self, facts: CalbinFacts, clock: Clock, *, row_ns: int = 100_000, base_ns: int = 1_000_000, queue_depth: int = 4) -> None:
+    def __init__(self, facts: CalbinFacts, clock: Clock, *, row_ns: int = 100_000, base_ns: int = 1_000_000, queue_depth: int = 4,
+        late: bool = True,
+    ) -> None:  # fmt: skip
         self.facts, self.clock, self.row_ns, self.base_ns, self.depth = facts, clock, row_ns, base_ns, queue_depth
+        self.late = late
+        self._masks: dict[tuple[Ticket, int], npt.NDArray[np.int32] | None] = {}
         self.faults: deque[Exception | None] = deque()
         self.submit_faults: deque[Exception | None] = deque()
         self.launches: list[Launch] = []
@@ -97,7 +118,7 @@ class FakeDevice:
 
     def info(self) -> DeviceInfo:
         return DeviceInfo(
-            name="fake", isa="", chips=(ChipInfo(0, 1 << 30, 0),), link_gb_s=1.0, threads=1, queue_depth=self.depth, late_inputs=False
+            name="fake", isa="", chips=(ChipInfo(0, 1 << 30, 0),), link_gb_s=1.0, threads=1, queue_depth=self.depth, late_inputs=self.late
         )
 
     def load(self, calbin: Path, *, kv_blocks: int) -> int:
@@ -140,6 +161,14 @@ class FakeDevice:
         self.max_pending = max(self.max_pending, len(self._queue))
         return ticket
 
+    def give_mask(self, ticket: Ticket, lane: int, mask: npt.NDArray[np.int32] | None) -> None:
+        assert self.late
+        self._advance()
+        job = next((j for j in self._queue if j.ticket == ticket), None)
+        if job is not None:
+            assert job.launch.lanes[lane].late_mask
+            self._masks[ticket, lane] = mask
+
     def wait(self, ticket: Ticket, timeout_s: float) -> Completion | None:
         advance = getattr(self.clock, "advance", None)
         if advance is not None and ticket not in self._ended and any(j.ticket == ticket for j in self._queue):
@@ -177,6 +206,7 @@ class FakeDevice:
         self._queue.clear()
         self._ended.clear()
         self._cells.clear()
+        self._masks.clear()
 
     def close(self) -> None: ...
 
@@ -203,6 +233,7 @@ class FakeDevice:
             assert len(lane.tokens) == lane.cur_len
             assert all(0 <= t < self.facts.vocab for t in lane.tokens)
         assert not lane.emit or lane.sampling is not None
+        assert not lane.late_mask or (self.late and lane.emit and lane.mask is None)
 
     def _advance(self) -> None:
         now = self.clock.now_ns()
@@ -210,8 +241,9 @@ class FakeDevice:
             job = self._queue[0]
             rows = sum(lane.cur_len for lane in job.launch.lanes)
             end = max(job.submitted, self._free_at) + self.base_ns + rows * self.row_ns
-            if end > now:
+            if end > now or any(lane.late_mask and (job.ticket, i) not in self._masks for i, lane in enumerate(job.launch.lanes)):
                 return
+            end = max(end, self._free_at)
             self._queue.popleft()
             self._free_at = end
             self._run(job, end)
@@ -222,7 +254,7 @@ class FakeDevice:
             error = DeviceError("a poisoned token")
         if error is None:
             try:
-                lanes = tuple(self._lane(job.ticket, lane) for lane in job.launch.lanes)
+                lanes = tuple(self._lane(job.ticket, i, lane) for i, lane in enumerate(job.launch.lanes))
             except KeyError as missing:
                 lanes, error = (), DeviceFatal(f"read before write: {missing}")
         else:
@@ -233,7 +265,7 @@ class FakeDevice:
     def _sees(lane: LaneInput, token: int) -> bool:
         return not isinstance(lane.tokens, TokenFrom) and token in lane.tokens
 
-    def _lane(self, ticket: Ticket, lane: LaneInput) -> LaneOutput:
+    def _lane(self, ticket: Ticket, index: int, lane: LaneInput) -> LaneOutput:
         source = lane.tokens
         tokens = [self._ids[source.ticket][source.lane]] if isinstance(source, TokenFrom) else list(source)
         size = self.facts.block_positions
@@ -249,6 +281,8 @@ class FakeDevice:
             if lane.sampling.needs_history and isinstance(source, TokenFrom):
                 output = (*output, tokens[0])
             token = sample(cells, lane.sampling, lane.draw, (tuple(lane.prompt_history), output), self.facts.vocab)
+            mask = self._masks.pop((ticket, index)) if lane.late_mask else lane.mask
+            token = masked(token, mask, self.facts.vocab)
         self._ids.setdefault(ticket, []).append(token)
         logits = None
         if lane.logits is not LogitRows.NONE:

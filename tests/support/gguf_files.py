@@ -13,7 +13,20 @@ import numpy as np
 from calstack.frontends.safetensors import read_safetensors
 
 DATA = Path(__file__).resolve().parent.parent / "data"
-GGML = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30, "Q6_K": 14}
+GGML = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+    "Q3_K": 11,
+    "BF16": 30,
+}
 U32, F32, BOOL, STRING, ARRAY, U64, I32 = 4, 6, 7, 8, 9, 10, 5
 
 
@@ -32,6 +45,8 @@ def value(item: Any) -> bytes:
         return struct.pack("<If", F32, item)
     if isinstance(item, str):
         return struct.pack("<I", STRING) + string(item)
+    if isinstance(item, list) and isinstance(item[0], float):
+        return struct.pack("<IIQ", ARRAY, F32, len(item)) + np.asarray(item, "<f4").tobytes()
     if isinstance(item, list) and isinstance(item[0], str):
         return struct.pack("<IIQ", ARRAY, STRING, len(item)) + b"".join(map(string, item))
     return struct.pack("<IIQ", ARRAY, I32, len(item)) + np.asarray(item, "<i4").tobytes()
@@ -103,17 +118,29 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+_GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+ARCHS = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, *, gemma: bool = False) -> str:
     """The GGUF name of an HF parameter."""
     for long, short in (("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output")):
         if name.startswith(long):
             return short + name[len(long) :]
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
     stem, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{_NAMES[stem]}.{kind}"
+    return f"blk.{layer}.{(_NAMES | _GEMMA if gemma else _NAMES)[stem]}.{kind}"
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -124,19 +151,55 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
 def tiny_parts(model: str, kind: str) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...], bytes]]]:
     """Metadata and tensors of a tiny model of tests/data as a converter would write them; matrices in `kind`."""
     config = json.loads((DATA / model / "config.json").read_text())
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]} if config["model_type"] == "llama" else {}
+    arch = ARCHS.get(config["model_type"], config["model_type"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]} if arch == "llama" else {}
     tensors = {}
-    for name, tensor in read_safetensors(DATA / model / "model.safetensors").items():
-        values = tensor.float32()
+    for name, values in _merged({n: t.float32() for n, t in read_safetensors(DATA / model / "model.safetensors").items()}).items():
         stem = name.split(".")[-2]
-        values = interleave(values, heads[stem]) if stem in heads else values
-        used = kind if values.ndim == 2 else "F32"
-        tensors[gguf_name(name)] = (used, values.shape, quantise(used, values))
-    return _tiny_metadata(model, config), tensors
+        written = interleave(values, heads[stem]) if stem in heads else values
+        if arch == "gemma3" and "norm" in name:
+            written = written + np.float32(1)
+            if stem == "q_norm":  # the format has no place for a scale of its own
+                written = written * np.float32((config["head_dim"] / config["query_pre_attn_scalar"]) ** 0.5)
+        used = kind if written.ndim == 2 and not name.endswith("mlp.gate.weight") else "F32"
+        tensors[gguf_name(name, gemma=arch == "gemma3")] = (used, written.shape, quantise(used, written))
+    return _tiny_metadata(model, config, arch) | _further_metadata(config, arch), tensors
 
 
-def _tiny_metadata(model: str, config: dict[str, Any]) -> dict[str, Any]:
-    arch = config["model_type"]
+def _merged(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts of a layer stacked, as converters do; other weights as they are."""
+    merged: dict[str, Any] = {}
+    for name, values in weights.items():
+        plain = name.replace(".block_sparse_moe.", ".mlp.")
+        for old, new in ((".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj.")):
+            plain = plain.replace(old, new)
+        head, experts, rest = plain.partition(".experts.")
+        if experts:
+            index, _, part = rest.partition(".")
+            merged.setdefault(f"{head}.experts.{part}", {})[int(index)] = values
+        else:
+            merged[plain] = values
+    return {n: np.stack([v[i] for i in sorted(v)]) if isinstance(v, dict) else v for n, v in merged.items()}
+
+
+def _further_metadata(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        found |= {f"{arch}.expert_count": experts, f"{arch}.expert_used_count": config["num_experts_per_tok"]}
+        found[f"{arch}.expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
+    if arch == "gemma3":
+        found |= {f"{arch}.attention.sliding_window": config["sliding_window"], f"{arch}.attention.sliding_window_pattern": 2}
+        found |= {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": 2.0}
+        found[f"{arch}.final_logit_softcapping"] = config["final_logit_softcapping"]
+    if arch == "phi3":
+        found |= {f"{arch}.attention.sliding_window": config["sliding_window"]}
+    return found
+
+
+def _tiny_metadata(model: str, config: dict[str, Any], arch: str) -> dict[str, Any]:
+    rope = config["rope_parameters"]
+    rope = rope.get("full_attention", rope)
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
     tokenizer = json.loads((DATA / model / "tokenizer.json").read_text())
     vocabulary = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
     special = {item["content"] for item in tokenizer["added_tokens"]}
@@ -150,11 +213,11 @@ def _tiny_metadata(model: str, config: dict[str, Any]) -> dict[str, Any]:
         f"{arch}.feed_forward_length": config["intermediate_size"],
         f"{arch}.attention.head_count": config["num_attention_heads"],
         f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{arch}.attention.key_length": config["head_dim"],
-        f"{arch}.attention.value_length": config["head_dim"],
+        f"{arch}.attention.key_length": head_dim,
+        f"{arch}.attention.value_length": head_dim,
         f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{arch}.rope.freq_base": config["rope_parameters"]["rope_theta"],
-        f"{arch}.rope.dimension_count": config["head_dim"],
+        f"{arch}.rope.freq_base": rope["rope_theta"],
+        f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": vocabulary,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from calstack.clock import VirtualClock
@@ -12,6 +13,7 @@ from calstack.runtime.facts import CalbinFacts
 from calstack.runtime.runtime import Runtime, RuntimeOptions
 from calstack.specs import SamplingParams
 from calstack.wire import Finish, Submit, TokenLogprob
+from tests.support.constraints import AtOnce, Ladder
 from tests.support.fake_device import FakeDevice, alone
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -19,14 +21,21 @@ GREEDY = SamplingParams(temperature=0.0)
 
 class Harness:
     def __init__(
-        self, facts: CalbinFacts, *, kv_blocks: int = 64, options: EngineOptions | None = None, runtime: RuntimeOptions | None = None
+        self,
+        facts: CalbinFacts,
+        *,
+        kv_blocks: int = 64,
+        options: EngineOptions | None = None,
+        runtime: RuntimeOptions | None = None,
+        late: bool = True,
     ) -> None:
         self.facts = facts
         self.clock = VirtualClock(1_000_000)
-        self.device = FakeDevice(facts, self.clock)
+        self.device = FakeDevice(facts, self.clock, late=late)
         self.runtime = Runtime(self.device, Path("none"), facts, kv_blocks=kv_blocks, options=runtime, clock=self.clock)
+        options = dataclasses.replace(options or EngineOptions(), grammars=True, late_masks=self.device.late)
         self.core = Core(facts, kv_blocks=kv_blocks, options=options)
-        self.driver = Driver(self.core, self.runtime, clock=self.clock)
+        self.driver = Driver(self.core, self.runtime, clock=self.clock, constraints=AtOnce(facts.vocab))
         self.submits: dict[str, Submit] = {}
         self.ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
@@ -75,4 +84,5 @@ class Harness:
         """What the request gets when it runs to its limit with nobody else."""
         s = self.submits[name]
         limit = min(s.max_tokens, self.core.context - len(s.prompt))
-        return alone(s.prompt, s.sampling, s.seed, s.choice, limit, self.facts.vocab)
+        grammar = Ladder(self.facts.vocab, s.grammar) if s.grammar else None
+        return alone(s.prompt, s.sampling, s.seed, s.choice, limit, self.facts.vocab, grammar)

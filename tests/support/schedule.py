@@ -32,6 +32,6 @@ def play(
                 ends[out.request] = out.finish
         if driver.core.idle and not waiting:
             return ids, ends
-        if not result.tokens and driver.core.in_flight:
+        if not result.tokens and not driver.core.idle:
             driver.wait(5.0)
     raise AssertionError("the engine did not become idle")

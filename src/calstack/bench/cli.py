@@ -48,6 +48,7 @@ class _Ints(click.ParamType[tuple[int, ...]]):
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--isa", default="", help="Force an instruction set of the cpu device.")
 @click.option("--through", default="device", show_default=True, help="Comma-separated: device, engine, http.")
+@click.option("--roofline", is_flag=True, help="Measure the machine's ceilings too and give each row its share of the limit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def bench(
     calbin: Path,
@@ -61,6 +62,7 @@ def bench(
     device: str,
     isa: str,
     through: str,
+    roofline: bool,
     as_json: bool,
 ) -> None:
     """Measure a calbin's speed, in turn with peers on the same machine."""
@@ -75,6 +77,7 @@ def bench(
         ways=_names(through, WAYS, "--through"),
         peers=_names(peer_names, PEERS, "--peer"),
         peer_model=peer_model,
+        roofline=roofline,
     )
     report = run(setup, wanted, repeats=repeats, note=_note)
     if as_json:
@@ -101,7 +104,9 @@ def _print(report: Report) -> None:
     console.print(f"{machine.cpu}, {machine.threads} threads, {machine.isa}, {machine.memory_gib} GiB, Linux {machine.kernel}")
     console.print("  ".join(f"{k} {v}" for k, v in report.versions.items()))
     console.print("quality: " + "  ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in report.quality.items()))
-    table = Table("phase", "through", "prompt", "depth", "batch", "tok/s (min-max)", "kv", "peer", "peer tok/s (min-max)", "ratio")
+    table = Table(
+        "phase", "through", "prompt", "depth", "batch", "tok/s (min-max)", "kv", "peer", "peer tok/s (min-max)", "ratio", "of limit"
+    )
     for row in report.rows:
         table.add_row(
             row.phase,
@@ -114,6 +119,7 @@ def _print(report: Report) -> None:
             row.peer or "",
             _rate(row.peer_tok_s, row.peer_spread) if row.peer_tok_s and row.peer_spread else "",
             f"{row.ratio:.2f}x" if row.ratio else "",
+            f"{row.share_of_limit:.0%}" if row.share_of_limit else "",
         )
     console.print(table)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from calstack import api
 from calstack.bench.subject import decode_window, prompt_ids
+from calstack.calbin.manifest import Manifest
 
 __all__ = ["DeviceSubject", "EngineSubject"]
 
@@ -25,6 +26,11 @@ class DeviceSubject:
     def name(self) -> str:
         info = self._session.device.info()
         return f"calstack ({info.name}, {info.isa}, {info.threads} threads)"
+
+    @property
+    def manifest(self) -> Manifest:
+        """The calbin's manifest."""
+        return self._session.manifest
 
     @property
     def vocab(self) -> int:

@@ -7,12 +7,15 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from calstack import api
 from calstack.bench.http import HttpSubject
 from calstack.bench.machine import describe_machine, versions
 from calstack.bench.ours import DeviceSubject, EngineSubject
 from calstack.bench.peers import open_peer
 from calstack.bench.report import Report, Row
+from calstack.bench.roofline import Roofline
 from calstack.bench.runner import Point, measure
 from calstack.bench.subject import Subject
 from calstack.errors import UsageError
@@ -35,6 +38,7 @@ class Setup:
     ways: tuple[str, ...]  # of WAYS
     peers: tuple[str, ...]
     peer_model: Path | None
+    roofline: bool = False
 
 
 def run(setup: Setup, wanted: Sequence[Point], *, repeats: int, note: Callable[[str], None]) -> Report:
@@ -46,11 +50,14 @@ def run(setup: Setup, wanted: Sequence[Point], *, repeats: int, note: Callable[[
     """
     rows: list[Row] = []
     with _device(setup) as device, _subjects(setup, device) as (ours, peers):
+        roof = Roofline(device.manifest, isa=device.isa, threads=device.threads) if setup.roofline else None
         for point in wanted:
-            found = measure(point, ours, peers, repeats=repeats, kv_dtype=device.kv_dtype)
+            found = _measured(point, ours, peers, roof, repeats=repeats, kv_dtype=device.kv_dtype)
             note(_line(point, found))
             rows += found
         machine = describe_machine(cores=api.usable_cores(), threads=device.threads, isa=device.isa)
+        if roof is not None:
+            machine = replace(machine, read_gb_s=roof.read_gb_s, int8_gop_s=roof.int8_gop_s)
         names = {name: peer.name for name, peer in peers}
     return Report(
         machine=machine,
@@ -60,6 +67,23 @@ def run(setup: Setup, wanted: Sequence[Point], *, repeats: int, note: Callable[[
         repeats=repeats,
         rows=rows,
     )
+
+
+def _measured(
+    point: Point,
+    ours: Sequence[tuple[str, Subject]],
+    peers: Sequence[tuple[str, Subject]],
+    roof: Roofline | None,
+    *,
+    repeats: int,
+    kv_dtype: str,
+) -> list[Row]:
+    if roof is None:
+        return measure(point, ours, peers, repeats=repeats, kv_dtype=kv_dtype)
+    roof.measure(point)
+    rows = measure(point, ours, peers, repeats=repeats, kv_dtype=kv_dtype)
+    roof.measure(point)
+    return [replace(row, share_of_limit=roof.share(point, row.tok_s)) for row in rows]
 
 
 @contextlib.contextmanager

@@ -28,8 +28,11 @@ __all__ = ["engine"]
 def engine(calbin: Path, connect: Path, device: str, isa: str, threads: int, completion: str, **values: float) -> None:
     """Serve CALBIN's tokens to the API process that listens on a unix socket."""
     from calstack.devices.base import OpenOptions
+    from calstack.engine.constraints import Built
     from calstack.engine.options import EngineOptions
     from calstack.engine.start import run_engine
+    from calstack.grammar import load_grammars
+    from calstack.runtime.facts import CalbinFacts
 
     queue_depth = max(4, int(values["depth"]))
     open_options = OpenOptions(threads=threads, isa="" if isa == "auto" else isa, queue_depth=queue_depth, completion=completion)
@@ -41,4 +44,8 @@ def engine(calbin: Path, connect: Path, device: str, isa: str, threads: int, com
         max_queued_tokens=int(values["max_queued_tokens"]),
     )
     kv_memory = int(values["kv_memory"])
-    sys.exit(run_engine(calbin, connect, device=device, open_options=open_options, options=options, kv_memory=kv_memory))
+
+    def grammars(facts: CalbinFacts) -> Built:
+        return load_grammars(calbin, vocab=facts.vocab, eos=facts.eos_ids)
+
+    sys.exit(run_engine(calbin, connect, device=device, open_options=open_options, options=options, kv_memory=kv_memory, grammars=grammars))

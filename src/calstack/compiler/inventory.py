@@ -34,6 +34,7 @@ _CLASSES = {
     Class.FUSE: (
         *("RMSNormalization", "RotaryEmbedding", "Transpose", "Reshape", "Unsqueeze", "Cast"),
         *("Cos", "Sin", "Sigmoid", "Tanh", "Add", "Mul", "Div"),
+        *("Shape", "Range", "Squeeze", "Sub", "Less"),  # the mask of a sliding window
     ),
     Class.HOST: ("TopK", "ArgMax", "Softmax", "Where", "Concat", "Slice", "Split"),
 }

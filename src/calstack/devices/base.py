@@ -91,6 +91,7 @@ class LaneInput:
     output_history: Sequence[int] = ()  # output ids so far, only when sampling.needs_history;
     # with a TokenFrom source the device appends that token itself
     mask: npt.NDArray[np.int32] | None = None  # token bitmask, ceil(vocab / 32) words, bit set = allowed; None = all allowed
+    late_mask: bool = False  # the mask comes with `give_mask`, after submit; only on a device with late inputs, with emit
     top_logprobs: int = -1  # -1 none; n >= 0: log-probability of the sampled id and of the n most likely ids
     logits: LogitRows = LogitRows.NONE
     adapter: int = 0  # reserved: adapter slot, 0 = none
@@ -256,6 +257,12 @@ class Device(Protocol):
     def submit(self, launch: Launch) -> Ticket:
         """Queue a launch and return at once (inputs are taken before return). Raises QueueFull, or DeviceError when the
         launch breaks a bound (shape, block id, length): then nothing was queued."""
+        ...
+
+    def give_mask(self, ticket: Ticket, lane: int, mask: npt.NDArray[np.int32] | None) -> None:
+        """The mask of a lane submitted with `late_mask` (None: all allowed). Everything of the launch but that lane's sampler runs
+        without it; a launch whose masks do not come within the device's bound ends with DeviceRetryable. Ignored when the launch has
+        ended or the lane waits for none. A device without late inputs raises DeviceError."""
         ...
 
     def wait(self, ticket: Ticket, timeout_s: float) -> Completion | None:

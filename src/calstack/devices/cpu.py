@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calstack.calbin.reader import open_calbin
 from calstack.devices.base import (
@@ -32,6 +32,10 @@ from calstack.devices.writes import WriteTickets
 from calstack.errors import CalstackError, CancelledError, DeviceError, DeviceNeedsReset, DeviceRetryable, UsageError
 from calstack.native import BoundError, QueueFullError
 from calstack.native import CpuDevice as NativeDevice
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["CpuDevice"]
 
@@ -124,6 +128,9 @@ class CpuDevice:
         check_launch(launch, bounds, strict=self._strict)
         with _translated():
             return native.submit(launch.calbin, programs[launch.submodel], launch.lanes, launch.profile)
+
+    def give_mask(self, ticket: Ticket, lane: int, mask: npt.NDArray[np.int32] | None) -> None:
+        raise DeviceError("masks come with the launch", where="cpu", remedy="see DeviceInfo.late_inputs")
 
     def wait(self, ticket: Ticket, timeout_s: float) -> Completion | None:
         if ticket < 0 and (written := self._writes.claim(ticket)) is not None:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from calstack.calbin.manifest import Manifest
 from calstack.clock import Clock, MonotonicClock
@@ -35,6 +36,10 @@ from calstack.devices.checks import check_launch
 from calstack.devices.null_model import Job, Loaded, read_manifest
 from calstack.devices.writes import WriteTickets
 from calstack.errors import CancelledError, DeviceError, DeviceNeedsReset, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["NullDevice", "Script"]
 
@@ -149,6 +154,9 @@ class NullDevice:
         self._settle()
         self._ring()
         return job.ticket
+
+    def give_mask(self, ticket: Ticket, lane: int, mask: npt.NDArray[np.int32] | None) -> None:
+        raise DeviceError("masks come with the launch", where="null", remedy="see DeviceInfo.late_inputs")
 
     def wait(self, ticket: Ticket, timeout_s: float) -> Completion | None:
         self._open()

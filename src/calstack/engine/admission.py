@@ -30,6 +30,8 @@ def _check_features(submit: Submit, options: EngineOptions) -> None:
         raise NotInCalbin("this calbin has no adapter slots")
     if submit.overflow != "reject":
         raise NotInCalbin(f"overflow policy {submit.overflow!r} is not available", remedy="use 'reject'")
+    if submit.grammar and not options.grammars:
+        raise NotInCalbin("this engine was started without grammars")
     if submit.prompt_logprobs >= 0:
         raise NotInCalbin("log-probabilities of the prompt are not available")
     if submit.top_logprobs > options.max_top_logprobs:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from calstack.calbin.reader import open_calbin
 from calstack.clock import Clock
 from calstack.devices.base import Device
+from calstack.engine.constraints import Built, ThreadedConstraints
 from calstack.engine.core import Core
 from calstack.engine.driver import Driver
 from calstack.engine.options import EngineOptions
@@ -27,8 +29,10 @@ def assemble(
     runtime_options: RuntimeOptions | None = None,
     kv_memory: int = 0,
     clock: Clock | None = None,
+    grammars: Callable[[CalbinFacts], Built] | None = None,
 ) -> Driver:
     """Load a calbin on an open device, ready to serve. `kv_memory`: most bytes for KV, 0 = every lane at full context.
+    `grammars`: makes the builder of grammars, called with the first one, in another thread.
 
     Raises:
         ArtifactError: when the calbin is damaged or does not fit the device or `kv_memory`.
@@ -36,10 +40,12 @@ def assemble(
     facts = CalbinFacts.from_manifest(open_calbin(calbin).manifest)
     options = options or EngineOptions()
     depth = max(1, min(options.depth, device.info().queue_depth))
-    options = dataclasses.replace(options, depth=depth)
+    late = device.info().late_inputs
+    options = dataclasses.replace(options, depth=depth, late_masks=late, grammars=grammars is not None)
     blocks = kv_blocks_for(facts, device, kv_memory=kv_memory, lanes=options.max_lanes or facts.max_lanes)
     runtime = Runtime(device, calbin, facts, kv_blocks=blocks, options=runtime_options, clock=clock)
-    return Driver(Core(facts, kv_blocks=blocks, options=options), runtime, clock=clock)
+    constraints = ThreadedConstraints(lambda: grammars(facts)) if grammars is not None else None
+    return Driver(Core(facts, kv_blocks=blocks, options=options), runtime, clock=clock, constraints=constraints)
 
 
 def kv_blocks_for(facts: CalbinFacts, device: Device, *, kv_memory: int, lanes: int) -> int:

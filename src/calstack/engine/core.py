@@ -6,15 +6,16 @@ token from a launch that has not ended, and blocks may change hands while a laun
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from calstack.devices.base import Completion, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
+from calstack.engine.constraints import GrammarReady
 from calstack.engine.costs import StepCosts, Work, wait_estimate_s
+from calstack.engine.flight import Flight, Kind, LaneRef, times_of
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
@@ -23,35 +24,13 @@ from calstack.engine.scheduler import Choice, Planner
 from calstack.engine.sequence import Phase, Sequence
 from calstack.errors import CalstackError, DeadlineError, DeviceError, OverloadedError, UnavailableError
 from calstack.runtime.facts import CalbinFacts, Extent
-from calstack.runtime.plan import DeviceWasReset, LaunchDone, LaunchPlan, RuntimeEvent
+from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent
 from calstack.wire import Cancel, Drain, Finish, LaunchTimes, Submit, TokenLogprob
 
 __all__ = ["Core", "CoreEvent"]
 
-CoreEvent = Submit | Cancel | Drain | RuntimeEvent
-Kind = Literal["prefill", "decode"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LaneRef:
-    """A lane of a launch in flight; stale once the request's epoch has moved on."""
-
-    seq: Sequence
-    epoch: int
-    count: int
-    end: int  # KV positions of the request after the launch
-    emit: bool
-
-    @property
-    def live(self) -> bool:
-        return self.seq.epoch == self.epoch and self.seq.phase is Phase.RUNNING
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Flight:
-    kind: Kind
-    submodel: str
-    lanes: tuple[_LaneRef, ...]
+CoreEvent = Submit | Cancel | Drain | GrammarReady | RuntimeEvent
+T = TypeVar("T")
 
 
 class Core:
@@ -69,7 +48,10 @@ class Core:
         self.draining = False
         self._planner = Planner(facts)
         self._live: dict[str, Sequence] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._preparing: dict[str, Sequence] = {}  # those whose grammar is being built
+        self._grammars: list[Submit] = []  # to be built
+        self._masks: list[LateMask] = []
+        self._flights: dict[int, Flight] = {}
         self._deadlines: list[tuple[int, int, str]] = []
         self._out = Outbox()
         self._ended: list[tuple[Completion, LaunchTimes]] = []
@@ -90,8 +72,16 @@ class Core:
         if self.idle:
             self.counters["leaks"] += self.lanes.leaks()
             freed = self.pool.uncommitted()
-        ended, self._ended = tuple(self._ended), []
-        return StepResult(launches, self._out.take(), ended, tuple(freed), self._wake(), bool(self._live))
+        return StepResult(
+            launches=launches,
+            tokens=self._out.take(),
+            ended=_taken(self._ended),
+            grammars=_taken(self._grammars),
+            masks=(*_taken(self._masks), *(LateMask(*lane, None) for lane in _taken(self.lanes.abandoned))),
+            free_blocks=tuple(freed),
+            wake_ns=self._wake(),
+            work=bool(self._live),
+        )
 
     @property
     def idle(self) -> bool:
@@ -122,6 +112,8 @@ class Core:
                 seq = self._live.get(event.request)
                 if seq is not None:
                     self._end(seq, "cancelled", now_ns)
+            case GrammarReady():
+                self._prepared(event, now_ns)
             case LaunchDone():
                 self._done(event, now_ns)
             case DeviceWasReset():
@@ -152,7 +144,31 @@ class Core:
             return
         if seq.deadline_ns:
             heapq.heappush(self._deadlines, (seq.deadline_ns, seq.order, seq.request))
+        if submit.grammar:
+            self._prepare(seq)
         self.lanes.admit(now_ns)
+
+    def _prepare(self, seq: Sequence) -> None:
+        """Ask for the request's grammar; until it is there nobody waits behind the request."""
+        self.queue.remove(seq)
+        seq.phase = Phase.PREPARING
+        self._preparing[seq.request] = seq
+        self._grammars.append(seq.submit)
+
+    def _prepared(self, ready: GrammarReady, now_ns: int) -> None:
+        seq = self._preparing.get(ready.submit.request)
+        if seq is None or seq.submit is not ready.submit:
+            return  # it has ended meanwhile
+        if ready.constraint is None:
+            self._end(seq, "error", now_ns, error=ready.error or CalstackError("the grammar was not built"))
+        elif ready.mask is None:
+            self._end(seq, "stop", now_ns)
+        else:
+            del self._preparing[seq.request]
+            seq.constrain(ready.constraint, ready.mask)
+            seq.phase = Phase.WAITING
+            self.queue.push(seq)
+            self.lanes.admit(now_ns)
 
     def _check(self, submit: Submit) -> None:
         check_submit(submit, self.facts, context=self.context, options=self.options)
@@ -160,7 +176,7 @@ class Core:
             raise UnavailableError("the engine is draining")
         if submit.output:
             return  # resumed: it was accepted before
-        full = len(self.queue) >= self.options.max_queued_requests
+        full = len(self.queue) + len(self._preparing) >= self.options.max_queued_requests
         if full or (self.queue.tokens + len(submit.prompt) > self.options.max_queued_tokens and len(self.queue) > 0):
             raise OverloadedError("the queue is full", retry_after=max(self.retry_after_s(), 1.0))
 
@@ -195,7 +211,7 @@ class Core:
                 self._lane_done(lane, output, now_ns)
         self._account(flight, done.completion, useful)
 
-    def _failed(self, flight: _Flight, error: DeviceError, now_ns: int) -> None:
+    def _failed(self, flight: Flight, error: DeviceError, now_ns: int) -> None:
         """A launch failed for good. Of several requests each is tried again by itself, so that only the guilty one ends."""
         self.counters["failed_launches"] += 1
         for lane in flight.lanes:
@@ -213,7 +229,7 @@ class Core:
         else:
             self.lanes.requeue(seq)
 
-    def _lane_done(self, lane: _LaneRef, output: LaneOutput, now_ns: int) -> None:
+    def _lane_done(self, lane: LaneRef, output: LaneOutput, now_ns: int) -> None:
         seq = lane.seq
         seq.done = lane.end
         self.lanes.publish(seq)
@@ -225,16 +241,32 @@ class Core:
         if output.token in seq.stops:
             self._end(seq, "stop", now_ns, stop_id=output.token)
             return
-        seq.output.append(output.token)
+        if not self._learn(seq, output.token, now_ns):
+            return
         self.counters["tokens"] += 1
         logprob = None
         if seq.submit.top_logprobs >= 0:
             logprob = TokenLogprob(logprob=output.logprob, top_ids=output.top_ids, top_logprobs=output.top_logprobs)
         self._out.token(seq.request, output.token, logprob)
-        if len(seq.output) >= seq.limit:
+        if seq.constraint is not None and seq.mask is None:
+            self._end(seq, "stop", now_ns)
+        elif len(seq.output) >= seq.limit:
             self._end(seq, "length", now_ns)
+        elif seq.unmasked:
+            self._masks.append(LateMask(*seq.unmasked.popleft(), seq.mask))
 
-    def _account(self, flight: _Flight, c: Completion, useful: int) -> None:
+    def _learn(self, seq: Sequence, token: int, now_ns: int) -> bool:
+        """Take an id that does not end the request; False when the request has ended because it cannot go on."""
+        try:
+            if token < 0:
+                raise DeviceError("the sampler found no token", where=seq.request)
+            seq.learn(token)
+        except CalstackError as error:
+            self._end(seq, "error", now_ns, error=error)
+            return False
+        return True
+
+    def _account(self, flight: Flight, c: Completion, useful: int) -> None:
         rows = sum(lane.count for lane in flight.lanes)
         busy = c.h2d_ns + c.infer_ns + c.d2h_ns
         begin = c.finished_ns - busy
@@ -246,7 +278,7 @@ class Core:
             self.costs.prefill(rows, busy)
         else:
             self.costs.decode(flight.submodel, busy)
-        self._ended.append((c, _times(flight, rows, useful, c, framework)))
+        self._ended.append((c, times_of(flight, rows, useful, c, framework)))
 
     def _end(
         self,
@@ -260,6 +292,7 @@ class Core:
         """The one end of a request: everything it holds goes back."""
         if seq.phase is Phase.WAITING:
             self.queue.remove(seq)
+        self._preparing.pop(seq.request, None)
         usage = seq.usage(now_ns, extra=1 if reason == "stop" else 0)
         self.lanes.vacate(seq, Phase.ENDED)
         del self._live[seq.request]
@@ -329,7 +362,9 @@ class Core:
         return self._launch("decode", choice, granted) if choice else None
 
     def _may_run_ahead(self, seq: Sequence) -> bool:
-        """A sampler with history can take one unknown id from the device, not two."""
+        """A sampler with history can take one unknown id from the device, not two; a mask needs the id before it, unless it comes late."""
+        if seq.constraint is not None and seq.pending and not self.options.late_masks:
+            return False
         return len(seq.pending) < 2 or not seq.submit.sampling.needs_history
 
     def _launch(self, kind: Kind, choice: Choice, candidates: list[Sequence]) -> LaunchPlan:
@@ -339,20 +374,14 @@ class Core:
         for lane, (index, count) in enumerate(choice.lanes):
             seq = candidates[index]
             lanes.append(seq.take(plan_id, lane, count))
-            refs.append(_LaneRef(seq, seq.epoch, count, seq.planned, lanes[-1].emit))
-        self._flights[plan_id] = _Flight(kind, choice.submodel.key, tuple(refs))
+            refs.append(LaneRef(seq, seq.epoch, count, seq.planned, lanes[-1].emit))
+        self._flights[plan_id] = Flight(kind, choice.submodel.key, tuple(refs))
         self._last = kind
         return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes))
 
 
-def _times(flight: _Flight, rows: int, useful: int, c: Completion, framework_ns: int) -> LaunchTimes:
-    return LaunchTimes(
-        phase=flight.kind,
-        submodel=flight.submodel,
-        rows=rows,
-        useful_rows=useful,
-        infer_ms=c.infer_ns / 1e6,
-        h2d_ms=c.h2d_ns / 1e6,
-        d2h_ms=c.d2h_ns / 1e6,
-        framework_ms=framework_ns / 1e6,
-    )
+def _taken(items: list[T]) -> tuple[T, ...]:
+    """The items, and the list is empty."""
+    taken = tuple(items)
+    items.clear()
+    return taken

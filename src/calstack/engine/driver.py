@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from calstack.clock import Clock, MonotonicClock
 from calstack.devices.base import DeviceStatus
+from calstack.engine.constraints import Constraints, GrammarReady
 from calstack.engine.core import Core, CoreEvent
 from calstack.engine.ledger import Ledger
 from calstack.engine.result import StepResult
@@ -20,8 +21,9 @@ __all__ = ["Driver"]
 class Driver:
     """Neither blocks nor sleeps; `wait` is the only call that does. Raises DeviceFatal when the device is lost."""
 
-    def __init__(self, core: Core, runtime: Runtime, *, clock: Clock | None = None) -> None:
+    def __init__(self, core: Core, runtime: Runtime, *, clock: Clock | None = None, constraints: Constraints | None = None) -> None:
         self.core, self.runtime = core, runtime
+        self.constraints = constraints
         self.clock = clock or MonotonicClock()
         self._read_ns = self.clock.now_ns()
         self.ledger = Ledger(self._read_ns)
@@ -33,7 +35,7 @@ class Driver:
         """One step of the core with everything that has happened."""
         ends = self.runtime.collect()
         self._watch(progress=bool(ends))
-        result = self.core.step(self.clock.now_ns(), [*messages, *ends])
+        result = self.core.step(self.clock.now_ns(), [*messages, *self._grammars(), *ends])
         self._work = self._work or result.work  # a request that came and went within the turn was work too
         for completion, times in result.ended:
             self.ledger.launch(completion, times.rows, times.useful_rows)
@@ -42,16 +44,33 @@ class Driver:
                 self._flying.pop(end.id, None)
             else:
                 self._flying.clear()
+        for late in result.masks:
+            self.runtime.give_mask(late)
         for plan in result.launches:
             self._submit(plan)
+        for submit in result.grammars:
+            if self.constraints is not None:
+                self.constraints.begin(submit)
         self.runtime.clear_blocks(result.free_blocks)
         self._settle()
         self._work = result.work
         return result
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until a launch may have ended, at most `timeout_s`."""
-        self.runtime.wait(timeout_s)
+        """Sleep until a launch may have ended, or a grammar is built when no launch runs; at most `timeout_s`."""
+        if self.constraints is not None and self.constraints.pending and not self.runtime.in_flight:
+            self.constraints.wait(timeout_s)
+        else:
+            self.runtime.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop building grammars and unload the calbin."""
+        if self.constraints is not None:
+            self.constraints.close()
+        self.runtime.close()
+
+    def _grammars(self) -> list[GrammarReady]:
+        return self.constraints.take() if self.constraints is not None else []
 
     def next_wake_ns(self, result: StepResult) -> int | None:
         """When to turn again without an event: now if ends are at hand, else the earlier of the core's and the runtime's times."""

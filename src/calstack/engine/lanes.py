@@ -19,6 +19,7 @@ class Lanes:
         self._slots: list[Sequence | None] = [None] * lanes
         self._blocked: Sequence | None = None  # the head of the queue, when it waits for blocks
         self.blocked_ns = 0  # since when
+        self.abandoned: list[tuple[int, int]] = []  # (plan id, lane) that wait for a mask which will not come
 
     @property
     def running(self) -> list[Sequence]:
@@ -75,6 +76,7 @@ class Lanes:
         """A request, running or not, leaves whatever it holds and becomes `phase`."""
         if seq.slot >= 0:
             self._slots[seq.slot] = None
+        self.abandoned.extend(seq.unmasked)
         self.pool.release(seq.stop(phase))
 
     def _may_join(self, head: Sequence) -> bool:

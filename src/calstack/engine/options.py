@@ -13,6 +13,8 @@ class EngineOptions:
 
     max_lanes: int = 0  # requests that run at once; 0 = the largest decode batch
     depth: int = 2  # launches in flight
+    grammars: bool = False  # somebody builds the grammars of requests
+    late_masks: bool = False  # the device takes masks after submit: grammars run ahead as others do
     prefill_chunk: int = 512  # most prompt tokens of one request in a launch
     min_chunk: int = 16  # the inter-token target never cuts a launch's prompt tokens below this
     itl_target_ms: float = 50.0  # time between tokens that prefill leaves to running streams; 0 = no target

@@ -5,6 +5,7 @@ A device without an event descriptor is waited for in short sleeps inside the de
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import selectors
@@ -40,6 +41,8 @@ class EngineProcess:
         self._signals = False
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
+        if driver.constraints is not None:
+            driver.constraints.notify = self._wake
         self._selector.register(link.sock, selectors.EVENT_READ)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         if self._event_fd >= 0:
@@ -66,6 +69,11 @@ class EngineProcess:
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _wake(self) -> None:
+        """From any thread: look for news now."""
+        with contextlib.suppress(OSError):  # full: a wake is under way; closed: nobody sleeps
+            self._wake_write.send(b"\0")
 
     def _close(self) -> None:
         if self._signals:

@@ -6,8 +6,8 @@ import dataclasses
 
 from calstack.devices.base import Completion
 from calstack.errors import CalstackError, OverloadedError, RequestError, UnavailableError
-from calstack.runtime.plan import LaunchPlan
-from calstack.wire import ErrorValue, Finish, LaunchTimes, TokenLogprob, TokenOut
+from calstack.runtime.plan import LateMask, LaunchPlan
+from calstack.wire import ErrorValue, Finish, LaunchTimes, Submit, TokenLogprob, TokenOut
 
 __all__ = ["Outbox", "StepResult", "error_value"]
 
@@ -19,6 +19,8 @@ class StepResult:
     launches: tuple[LaunchPlan, ...]  # to submit, in order
     tokens: tuple[TokenOut, ...]  # to deliver
     ended: tuple[tuple[Completion, LaunchTimes], ...]  # launches that ended well in this step
+    grammars: tuple[Submit, ...]  # accepted requests whose grammar must be built
+    masks: tuple[LateMask, ...]  # for lanes of launches planned before
     free_blocks: tuple[int, ...]  # free KV blocks whose memory may be given back; only when the engine is idle
     wake_ns: int | None  # step again by then even without an event
     work: bool  # requests are waiting or running

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence as Ids
 
 from calstack.devices.base import LaneInput, TokenFrom
+from calstack.engine.constraints import Constraint, Mask, follow
 from calstack.engine.prefix import root_key
 from calstack.specs import DrawKey
 from calstack.wire import Submit, Usage
@@ -17,6 +18,7 @@ __all__ = ["Phase", "Sequence"]
 class Phase(enum.Enum):
     """Where a request is. A preempted request is WAITING again."""
 
+    PREPARING = "preparing"  # its grammar is being built
     WAITING = "waiting"
     RUNNING = "running"  # holds a lane and blocks
     ENDED = "ended"
@@ -26,8 +28,9 @@ class Sequence:
     """One request. `planned` and `done` count KV positions; every position below `planned` is in some submitted launch."""
 
     __slots__ = (
-        "arrival_ns", "blocks", "cached", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key", "last_plan", "limit", "order",
-        "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo", "started_ns", "stops", "submit", "target",
+        "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key", "last_plan",
+        "limit", "mask", "order", "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo", "started_ns", "stops",
+        "submit", "target", "unmasked",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int]) -> None:
@@ -42,6 +45,8 @@ class Sequence:
         self.solo = submit.alone  # runs without batch mates
         self.cached = 0  # prompt positions taken from the prefix cache at the first start
         self.started_ns = self.first_token_ns = 0
+        self.constraint: Constraint | None = None
+        self.mask: Mask | None = None  # of the first id that is not known, when there is a constraint
         self._clear()
 
     def _clear(self) -> None:
@@ -52,6 +57,7 @@ class Sequence:
         self.key = root_key(self.submit.adapter, self.submit.cache_salt)  # chain key of the blocks named so far
         self.hashed = 0  # blocks named so far
         self.last_plan = -1
+        self.unmasked: deque[tuple[int, int]] = deque()  # those of `pending` whose mask is still to be given
 
     # --- where it stands -------------------------------------------------------------------------------------------------------
 
@@ -112,6 +118,8 @@ class Sequence:
         self.planned += count
         self.last_plan = plan
         if emit:
+            if lane_input.late_mask:
+                self.unmasked.append((plan, lane))
             self.pending.append((plan, lane))
         return lane_input
 
@@ -131,9 +139,22 @@ class Sequence:
             draw=DrawKey(seed=s.seed, choice=s.choice, index=len(self.output) + len(self.pending)),
             prompt_history=s.prompt if history else (),
             output_history=tuple(self.output) if history else (),
+            mask=None if self.pending else self.mask,
+            late_mask=self.constraint is not None and bool(self.pending),
             top_logprobs=s.top_logprobs,
             adapter=s.adapter,
         )
+
+    def constrain(self, constraint: Constraint, mask: Mask | None) -> None:
+        """The request's grammar is ready, behind the known ids."""
+        self.constraint, self.mask = constraint, mask
+
+    def learn(self, token: int) -> None:
+        """A new output id is known. Raises CalstackError when the grammar does not allow it or cannot go on."""
+        self.output.append(token)
+        if self.constraint is not None:
+            follow(self.constraint, (token,))
+            self.mask = None if self.constraint.finished else self.constraint.mask()
 
     def usage(self, now_ns: int, extra: int = 0) -> Usage:
         """Counts and times up to now; `extra` counts a stop id, which is sampled but not delivered."""

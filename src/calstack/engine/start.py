@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from calstack.devices.base import OpenOptions
 from calstack.devices.registry import open_device
 from calstack.engine.assemble import assemble
+from calstack.engine.constraints import Built
 from calstack.engine.link import ServerLink
 from calstack.engine.options import EngineOptions
 from calstack.engine.process import EngineProcess
 from calstack.engine.result import error_value
 from calstack.errors import CalstackError
+from calstack.runtime.facts import CalbinFacts
 from calstack.wire import EngineFailed
 
 __all__ = ["run_engine"]
 
 
-def run_engine(calbin: Path, socket: Path, *, device: str, open_options: OpenOptions, options: EngineOptions, kv_memory: int = 0) -> int:
+def run_engine(
+    calbin: Path,
+    socket: Path,
+    *,
+    device: str,
+    open_options: OpenOptions,
+    options: EngineOptions,
+    kv_memory: int = 0,
+    grammars: Callable[[CalbinFacts], Built] | None = None,
+) -> int:
     """Serve until told to stop; returns the exit code. Raises UnavailableError when nobody listens on `socket`."""
     link = ServerLink.connect(socket)
     try:
@@ -25,7 +37,7 @@ def run_engine(calbin: Path, socket: Path, *, device: str, open_options: OpenOpt
     except CalstackError as error:
         return _failed(link, error)
     try:
-        driver = assemble(opened, calbin, options=options, kv_memory=kv_memory)
+        driver = assemble(opened, calbin, options=options, kv_memory=kv_memory, grammars=grammars)
         process = EngineProcess(driver, link)
         process.install_signals()
         return process.run()

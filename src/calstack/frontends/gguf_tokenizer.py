@@ -1,4 +1,4 @@
-"""A HF tokenizer.json from a GGUF file's vocabulary: byte-level BPE with the pre-tokeniser the file names."""
+"""A HF tokenizer.json from a GGUF file's vocabulary: byte-level BPE with the pre-tokeniser the file names, or SentencePiece BPE."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from calstack.errors import UnsupportedError
+from calstack.frontends.gguf_spm import sentencepiece_tokenizer
 from calstack.frontends.reading import bad
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ _CONTROL, _USER_DEFINED = 3, 4  # token types; 1 normal, 2 unknown, 5 unused, 6 
 
 def adds_bos(meta: Metadata) -> bool:
     """What `add_bos_token` means when the file does not hold it."""
+    if meta.text("tokenizer.ggml.model", "") == "llama":
+        return True
     name = meta.text("tokenizer.ggml.pre", "default")
     return name in PRE and PRE[name].add_bos
 
@@ -64,7 +67,7 @@ def _pre_of(meta: Metadata) -> Pre:
         raise UnsupportedError(
             f"the tokenizer model {kind[:32]!r} is not supported",
             where=f"{meta.path}: tokenizer.ggml.model",
-            remedy="supported: gpt2 (byte-level BPE)",
+            remedy="supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)",
         )
     name = meta.text("tokenizer.ggml.pre", "default")
     if name not in PRE:
@@ -120,13 +123,19 @@ def build_tokenizer(meta: Metadata, rows: int) -> bytes:
     """tokenizer.json as bytes, the same for the same metadata. `rows` is the embedding's: more tokens are refused."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    pre = _pre_of(meta)
     vocabulary = _vocabulary(meta, rows)
+    if meta.text("tokenizer.ggml.model") == "llama":
+        return _finished(sentencepiece_tokenizer(meta, vocabulary), meta, vocabulary)
+    pre = _pre_of(meta)
     tokenizer = Tokenizer(models.BPE(vocabulary, _merges(meta, vocabulary), ignore_merges=pre.whole_words))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _splitter(pre)
     tokenizer.decoder = decoders.ByteLevel()
+    return _finished(tokenizer, meta, vocabulary)
+
+
+def _finished(tokenizer: Tokenizer, meta: Metadata, vocabulary: dict[str, int]) -> bytes:
     _add_tokens(tokenizer, meta, vocabulary)
     text: str = tokenizer.to_str()
     return text.encode()

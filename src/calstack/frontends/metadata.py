@@ -75,6 +75,13 @@ class Metadata:
             bad(self.path, self.prefix + key, "a list of integers is missing here")
         return [int(item) for item in value]
 
+    def numbers(self, key: str) -> list[float]:
+        """A list of finite numbers."""
+        value = self.values.get(key)
+        if not isinstance(value, np.ndarray) or not np.issubdtype(value.dtype, np.floating) or not np.isfinite(value).all():
+            bad(self.path, self.prefix + key, "a list of finite numbers is missing here")
+        return [float(item) for item in value]
+
     def section(self, key: str) -> Metadata:
         """A nested object; empty when the key is missing."""
         value = self.values.get(key)

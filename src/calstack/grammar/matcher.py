@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from calstack.errors import RequestError
+from calstack.errors import NotInCalbin, RequestError
 
-__all__ = ["Grammars", "Matcher"]
+__all__ = ["Grammars", "Matcher", "load_grammars"]
 
 Mask = npt.NDArray[np.int32]
 
@@ -89,6 +90,20 @@ class Grammars:
         if inner.is_error():
             raise RequestError(f"the grammar is refused: {_first_line(inner.get_error())}", where=f"$.{param}", param=param)
         return Matcher(inner, self._words)
+
+
+def load_grammars(calbin: Path, *, vocab: int, eos: Sequence[int]) -> Callable[[str], Matcher]:
+    """What turns a grammar's text into a matcher over a calbin's tokenizer.
+
+    Raises:
+        NotInCalbin: the calbin has no usable tokenizer or no end of sequence.
+    """
+    if not eos:
+        raise NotInCalbin("no grammar can be kept: the calbin names no end of sequence", where="manifest.model.eos_ids")
+    try:
+        return Grammars((calbin / "tokenizer.json").read_text("utf-8"), vocab=vocab, eos=eos).matcher
+    except (OSError, ValueError) as error:
+        raise NotInCalbin(f"no grammar can be kept with this tokenizer: {_first_line(str(error))}", where="tokenizer.json") from error
 
 
 def _first_line(message: str) -> str:

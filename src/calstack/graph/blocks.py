@@ -1,12 +1,13 @@
 """How sources store weights: element and block kinds, their sizes, and their exact float values.
 
-A block kind packs 32 consecutive values of a row. Layouts (little endian), as ggml defines them:
+A block kind packs 32 consecutive values of a row (256 for the K kinds). Layouts (little endian) of those that are kept bit for bit, as
+ggml defines them:
 
     Q8_0  f16 scale d, 32 x i8 q                 value = d * q
     Q4_0  f16 scale d, 16 bytes of nibbles q     value = d * (q - 8)
     Q4_1  f16 scale d, f16 minimum m, 16 bytes   value = d * q + m
 
-Byte j of the nibbles holds value j in its low half and value j + 16 in its high half.
+The others are in kblocks.py. Byte j of the nibbles holds value j in its low half and value j + 16 in its high half.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
+
+from calstack.graph.kblocks import SUPERBLOCK, decode_q4_k, decode_q5_0, decode_q5_1, decode_q5_k, decode_q6_k
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -110,6 +113,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind("Q8_0", BLOCK, 34, _decode_q8_0),
             Kind("Q4_0", BLOCK, 18, _decode_q4_0),
             Kind("Q4_1", BLOCK, 20, _decode_q4_1),
+            Kind("Q5_0", BLOCK, 22, decode_q5_0),
+            Kind("Q5_1", BLOCK, 24, decode_q5_1),
+            Kind("Q4_K", SUPERBLOCK, 144, decode_q4_k),
+            Kind("Q5_K", SUPERBLOCK, 176, decode_q5_k),
+            Kind("Q6_K", SUPERBLOCK, 210, decode_q6_k),
         )
     }
 )

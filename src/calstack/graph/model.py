@@ -48,7 +48,7 @@ class StoredTensor(Protocol):
 
     @property
     def kind(self) -> str:
-        """Storage type: F32, F16, BF16, Q8_0, Q4_0, Q4_1 (ggml names for blocks)."""
+        """Storage type, a key of `blocks.KINDS`; of block kinds Q8_0, Q4_0, Q4_1 are imported bit for bit, others by value."""
         ...
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import onnx_ir as ir
 
 from calstack.errors import SourceError
+from calstack.graph.moe import DOMAIN, NAME, is_moe, same_body
 from calstack.graph.names import INPUT_IDS, LOGITS, PAST_LEN, POSITIONS, is_kv, kv_in, kv_out
 from calstack.graph.walk import kv_layers, name_of, read_values, weights_of
 
@@ -137,9 +138,22 @@ def _nodes(model: ir.Model) -> Broken:
                 yield f"node {_shown(node)}", "an attribute with external data is not supported"
 
 
+def _functions(model: ir.Model) -> Broken:
+    """Only the expert function, and with the standard body: the compiler takes its call for what the body says."""
+    for domain, name, *_ in model.functions:
+        if (domain, name) != (DOMAIN, NAME):
+            yield f"function {name[:80]!r}", "this function has no meaning here"
+    for function in model.functions.values():
+        if not same_body(function):
+            yield f"function {function.name[:80]!r}", "its body is not the standard one of graph/moe.py"
+    for node in model.graph:
+        if is_moe(node) and not model.functions:
+            yield f"node {_shown(node)}", "its function is missing"
+
+
 def _shown(node: ir.Node) -> str:
     name = node.name or (name_of(node.outputs[0]) if node.outputs else "")
     return f"{name[:80]!r} ({node.op_type[:40]})"
 
 
-_RULES: tuple[Callable[[ir.Model], Broken], ...] = (_opset, _inputs, _kv, _logits, _initializers, _constants, _values, _nodes)
+_RULES: tuple[Callable[[ir.Model], Broken], ...] = (_opset, _inputs, _kv, _logits, _initializers, _constants, _values, _nodes, _functions)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from calstack.devices.base import Completion, LaneInput
 from calstack.errors import DeviceError
 
-__all__ = ["DeviceWasReset", "LaunchDone", "LaunchPlan", "RuntimeEvent"]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["DeviceWasReset", "LateMask", "LaunchDone", "LaunchPlan", "RuntimeEvent"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,6 +22,15 @@ class LaunchPlan:
     id: int
     submodel: str
     lanes: tuple[LaneInput, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LateMask:
+    """The mask of a lane that was planned with `late_mask`; None when its token is not wanted any more."""
+
+    plan: int
+    lane: int
+    mask: npt.NDArray[np.int32] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

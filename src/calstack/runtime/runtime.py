@@ -17,7 +17,7 @@ from calstack.clock import Clock, MonotonicClock
 from calstack.devices.base import ChipMemory, Completion, Device, KVMove, KVMoveKind, LaneInput, Launch, QueueFull, Ticket, TokenFrom
 from calstack.errors import CancelledError, DeviceError, DeviceFatal, DeviceNeedsReset, DeviceRetryable
 from calstack.runtime.facts import CalbinFacts
-from calstack.runtime.plan import DeviceWasReset, LaunchDone, LaunchPlan, RuntimeEvent
+from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent
 from calstack.runtime.recorder import FlightRecorder, LaunchRecord
 
 __all__ = ["Runtime", "RuntimeOptions"]
@@ -80,6 +80,17 @@ class Runtime:
         """Take a plan; it reaches the device at once or as soon as the queue and back-off allow."""
         self._waiting.append(_Flight(plan))
         self._pump()
+
+    def give_mask(self, late: LateMask) -> None:
+        """The mask of a lane planned with `late_mask`: kept for further attempts, and given to the device if the launch is there."""
+        flight = next((f for f in (*self._flying, *self._waiting) if f.plan.id == late.plan), None)
+        if flight is None:
+            return
+        lanes = list(flight.plan.lanes)
+        lanes[late.lane] = dataclasses.replace(lanes[late.lane], mask=late.mask, late_mask=False)
+        flight.plan = dataclasses.replace(flight.plan, lanes=tuple(lanes))
+        if flight.ticket is not None:
+            self.device.give_mask(flight.ticket, late.lane, late.mask)
 
     def collect(self) -> list[RuntimeEvent]:
         """All ends known by now, in plan order. Never blocks. Raises DeviceFatal when the device is lost."""
@@ -157,13 +168,11 @@ class Runtime:
     def close(self) -> None:
         """Unload the calbin. Launches in flight are cancelled or waited for, at most a few seconds each."""
         for flight in self._flying:
-            self._void.append(_ticket(flight))
+            self._drop(flight)
         self._flying.clear()
         self._waiting.clear()
         while self._void:
-            ticket = self._void.popleft()
-            self.device.cancel(ticket)
-            self.device.wait(ticket, 5.0)
+            self.device.wait(self._void.popleft(), 5.0)
         self.device.unload(self._handle)
 
     # --- inside ----------------------------------------------------------------------------------------------------------------
@@ -228,13 +237,20 @@ class Runtime:
             self._void_behind()
             self._fail(flight, error if isinstance(error, DeviceError) else DeviceError(str(error), where=flight.plan.submodel))
 
+    def _drop(self, flight: _Flight) -> None:
+        """Cancel a flying launch, or let it run to an end that is ignored."""
+        if not self.device.cancel(_ticket(flight)):
+            for index, lane in enumerate(flight.plan.lanes):
+                if lane.late_mask:
+                    self.device.give_mask(_ticket(flight), index, None)
+        self._void.append(_ticket(flight))
+
     def _void_behind(self) -> None:
         """Take back the oldest flying launch (ended) and all behind it: cancelled or let run, their ends are ignored."""
         flights = list(self._flying)
         self._flying.clear()
         for flight in flights[1:]:
-            self.device.cancel(_ticket(flight))
-            self._void.append(_ticket(flight))
+            self._drop(flight)
         for flight in flights:
             flight.ticket = None
             self._tickets.pop(flight.plan.id, None)

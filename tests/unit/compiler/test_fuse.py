@@ -232,3 +232,53 @@ def other_axis(graph: ir.Graph) -> None:
 def test_a_departure_is_refused_with_the_rules_reason(change: Callable[[ir.Graph], object], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         fuse_graph(changed(change))
+
+
+def window_graph(change: Callable[[ir.Graph], object]) -> ir.Graph:
+    return fuse_graph(changed(change, "tiny-mistral"))
+
+
+def test_the_mask_of_a_sliding_window_becomes_a_number() -> None:
+    graph = window_graph(lambda _: None)
+    assert {node.domain for node in graph} == {DOMAIN}
+    assert [node.attributes["window"].as_int() for node in nodes(graph, "Attention")] == [24, 24]
+
+
+def operand(op: str, index: int, new: Callable[[ir.Graph], ir.Value]) -> Callable[[ir.Graph], None]:
+    def change(graph: ir.Graph) -> None:
+        node = [node for node in graph if node.op_type == op][-1]
+        node.replace_input_with(index, new(graph))
+
+    return change
+
+
+def constant_of(number: float, dtype: Any = np.int64) -> Callable[[ir.Graph], ir.Value]:
+    def make(graph: ir.Graph) -> ir.Value:
+        value = ir.Value(name="new", const_value=ir.tensor(np.asarray(number, dtype), name="new"))
+        graph.register_initializer(value)
+        return value
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (operand("Less", 1, constant_of(0)), "its window is 0"),
+        (operand("Range", 0, constant_of(1)), "not the one of a sliding window"),
+        (operand("Range", 2, constant_of(2)), "not the one of a sliding window"),
+        (operand("Unsqueeze", 0, lambda graph: graph.inputs[0]), "not the one of a sliding window"),
+        (lambda graph: next(n for n in graph if n.op_type == "Less").replace_input_with(0, graph.inputs[0]), "not the one of a sliding"),
+    ],
+)
+def test_another_mask_is_refused_with_its_reason(change: Callable[[ir.Graph], object], reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        window_graph(change)
+
+
+def test_a_rope_table_of_something_else_than_positions_is_refused() -> None:
+    def change(graph: ir.Graph) -> None:
+        next(node for node in graph if node.op_type == "Unsqueeze").replace_input_with(0, graph.inputs[0])
+
+    with pytest.raises(UnsupportedError, match="its angle is not positions"):
+        fuse_graph(changed(change))

@@ -82,7 +82,7 @@ def test_add_bos_defaults_by_pre_tokenizer() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "key"),
-    [({"model": "llama"}, "tokenizer.ggml.model"), ({"pre": "martian"}, "tokenizer.ggml.pre")],
+    [({"model": "t5"}, "tokenizer.ggml.model"), ({"pre": "martian"}, "tokenizer.ggml.pre")],
 )
 def test_unknown_tokenizers_are_unsupported(changed: dict[str, object], key: str) -> None:
     with pytest.raises(UnsupportedError, match=key):

@@ -7,6 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from calstack.compiler.fuse.mask import window_of
 from calstack.compiler.fuse.match import attr, fused, made_by, new_node, norm_of, only_use, through_views
 from calstack.compiler.fuse.ops import DOMAIN
 from calstack.compiler.fuse.rule import Rule
@@ -33,6 +34,7 @@ class _Match:
     heads: int
     kv_heads: int
     head_dim: int
+    window: int  # 0 = none
 
 
 def _check_head(value: ir.Value, heads: int, which: str) -> _Head | str:
@@ -58,8 +60,11 @@ def _check_head(value: ir.Value, heads: int, which: str) -> _Head | str:
 
 def _check(node: ir.Node) -> _Match | str:
     inputs = [*node.inputs, None, None, None][:6]
-    if not attr(node, "is_causal", 0) or inputs[3] is not None:
-        return "is not causal, or has a mask"
+    if not attr(node, "is_causal", 0):
+        return "is not causal"
+    window = window_of(inputs[3])
+    if isinstance(window, str):
+        return window
     if inputs[4] is None or inputs[5] is None or not (inputs[4].is_graph_input() and inputs[5].is_graph_input()):
         return "its past is no graph input"
     heads, kv_heads = int(attr(node, "q_num_heads", 0)), int(attr(node, "kv_num_heads", 0))
@@ -71,7 +76,7 @@ def _check(node: ir.Node) -> _Match | str:
     v = fused(through_views(inputs[2]), "Linear")
     if v is None:
         return "v is not a product with a weight"
-    return _check_together(_Match((q.linear, k.linear, v), q, k, heads, kv_heads, q.linear.inputs[1].shape[0] // heads))
+    return _check_together(_Match((q.linear, k.linear, v), q, k, heads, kv_heads, q.linear.inputs[1].shape[0] // heads, window))
 
 
 def _check_together(m: _Match) -> _Match | str:
@@ -106,7 +111,7 @@ def _rewrite(node: ir.Node, m: _Match) -> None:
     rope = {"rope_dim": m.q.rope_dim or m.head_dim, "eps": eps, "plus_one": int(plus_one)}
     rotated = _insert(node, "QkNormRopeKv", [qkv, m.q.cos, m.q.sin, *norms], shape | rope, f"{node.name}/rotated")
     scale = float(attr(node, "scale", m.head_dim**-0.5))
-    attention = shape | {"scale": scale, "softcap": float(attr(node, "softcap", 0.0)), "window": 0}
+    attention = shape | {"scale": scale, "softcap": float(attr(node, "softcap", 0.0)), "window": m.window}
     new_node(node, "Attention", [rotated, node.inputs[4], node.inputs[5]], node.outputs, attention)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from calstack.compiler.fuse.match import constant, made_by, new_node, only_use, scalar
 from calstack.compiler.fuse.rule import Rule
+from calstack.graph.names import POSITIONS
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -26,13 +27,13 @@ class _Table:
 
 
 def _positions(value: ir.Value | None) -> ir.Value | None:
-    """The graph input that `value` is a float column of."""
+    """The positions, when `value` is a float column of them."""
     while value is not None and not value.is_graph_input():
         node = value.producer()
         if node is None or node.op_type not in _COLUMN_VIEWS:
             return None
         value = node.inputs[0]
-    return value
+    return value if value is not None and value.name == POSITIONS else None
 
 
 def _scaled(value: ir.Value) -> tuple[ir.Value, float]:

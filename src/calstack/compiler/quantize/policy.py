@@ -13,6 +13,7 @@ __all__ = ["BLOCK_KINDS", "Choice", "Source", "choose"]
 BLOCK_KINDS = frozenset({"Q4_0", "Q4_1", "Q8_0"})
 _FLOAT_FORMAT = {"F32": WeightFormat.F32, "F16": WeightFormat.F16, "BF16": WeightFormat.BF16}
 _NATURAL = {"Q4_0": WeightFormat.W4A8, "Q4_1": WeightFormat.W4A8, "Q8_0": WeightFormat.W8A8, **_FLOAT_FORMAT}
+_FOURS = {"Q4_0", "Q4_1", "Q4_K"}  # a Q4_K group is 16 steps of one size: w4 with a minimum loses its scale's last bits only
 _W4 = (WeightFormat.W4A8, WeightFormat.W4A16)
 _IMPORT_GROUP = 32  # values per stored block
 
@@ -72,7 +73,7 @@ def _asked(parts: Sequence[Source], *, head: bool, quant: QuantSpec) -> WeightFo
 
 def _kept(kinds: set[str]) -> tuple[WeightFormat, bool]:
     """Format and minimum that keep all kinds exactly; 8 bits where none does."""
-    if kinds <= {"Q4_0", "Q4_1"}:
+    if kinds <= _FOURS:
         return WeightFormat.W4A8, kinds != {"Q4_0"}
     if kinds <= set(_FLOAT_FORMAT):
         return _widest(kinds), False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from calstack.frontends import limits
 from calstack.frontends.arch.family import DECODER_GGUF, Family
 
 __all__ = ["FAMILY"]
@@ -13,6 +14,7 @@ _QKV, _GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 FAMILY = Family(
     model_type="phi3",
     sliding=True,
+    gguf=lambda meta: {"sliding_window": meta.integer("phi3.attention.sliding_window", 0, limits.MAX_CONTEXT, 0)},
     gguf_names=MappingProxyType({**DECODER_GGUF, "blk.*.attn_qkv": f"model.layers.*.{_QKV}", "blk.*.ffn_up": f"model.layers.*.{_GATE_UP}"}),
     fused=MappingProxyType(
         {

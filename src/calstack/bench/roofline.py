@@ -1,0 +1,78 @@
+"""What the machine would allow: bytes over read bandwidth, or operations over the int8 peak, whichever takes longer.
+
+The work is the submodel's own workload from the manifest; the ceilings are measured in the same run, before and after every
+point, and the best figure of each counts, so that a disturbed measurement never flatters the share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from calstack import api
+from calstack.bench.runner import DECODE_STEPS, Point
+from calstack.calbin.manifest import Manifest, Submodel
+from calstack.errors import UsageError
+from calstack.specs import Role
+
+__all__ = ["Roofline"]
+
+
+class Roofline:
+    """Ceilings of this machine, and the seconds they allow for a point.
+
+    Args:
+        manifest: of the calbin measured.
+        isa, threads: whose ceilings.
+    """
+
+    def __init__(self, manifest: Manifest, *, isa: str, threads: int) -> None:
+        self._manifest, self._isa, self._threads = manifest, isa, threads
+        self.read_gb_s = self.int8_gop_s = 0.0
+
+    def measure(self, point: Point) -> None:
+        """Measure both ceilings again, over a buffer as large as what one decode step of the point reads."""
+        found = api.ceilings(isa=self._isa, threads=self._threads, nbytes=int(self._bytes(point) / self._passes(point)))
+        self.read_gb_s = max(self.read_gb_s, found.read_gb_s)
+        self.int8_gop_s = max(self.int8_gop_s, found.int8_gop_s)
+
+    def share(self, point: Point, tok_s: float) -> float:
+        """Share of the limit that `tok_s` is.
+
+        Raises:
+            UsageError: above 1, for then a ceiling was measured too low.
+        """
+        limit_s = max(self._bytes(point) / (1e9 * self.read_gb_s), 2 * self._work(point, "macs") / (1e9 * self.int8_gop_s))
+        share = limit_s * tok_s / point.tokens
+        if share > 1:
+            raise UsageError(
+                f"{point.phase} at {share:.0%} of the limit: the ceilings were measured too low",
+                where=f"{self.read_gb_s:.1f} GB/s, {self.int8_gop_s:.0f} GOP/s",
+                remedy="run again on a quiet machine",
+            )
+        return share
+
+    def _bytes(self, point: Point) -> float:
+        return self._work(point, "bytes")
+
+    def _passes(self, point: Point) -> int:
+        """Launches of the point: each reads the weights once."""
+        return -(-point.prompt // self._submodel(point).q_len) if point.phase == "prefill" else DECODE_STEPS
+
+    def _work(self, point: Point, unit: str) -> float:
+        load = next(w for w in self._submodel(point).workload if w.unit == unit)
+        past = point.prompt * (point.prompt - 1) / 2
+        if point.phase != "prefill":
+            past = point.batch * sum(point.depth + step for step in range(DECODE_STEPS))
+        elif unit == "bytes":
+            # a launch's rows share each read of the cache
+            q = self._submodel(point).q_len
+            past = float(sum(min(start + q, point.prompt) for start in range(0, point.prompt, q)))
+        return load.constant * self._passes(point) + load.per_token * point.tokens + load.per_past_token * past
+
+    def _submodel(self, point: Point) -> Submodel:
+        role = Role.PREFILL if point.phase == "prefill" else Role.DECODE
+        return _smallest([s for s in self._manifest.submodels if s.role == role and s.batch >= point.batch])
+
+
+def _smallest(submodels: Sequence[Submodel]) -> Submodel:
+    return min(submodels, key=lambda s: s.batch)
