@@ -20,7 +20,7 @@ _VLLM = {"json": "json_schema", "json_object": "json_object", "regex": "regex", 
 _OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _THOUGHT = r"""
 thought[lazy]: /(.|\n)*<\/think>/
-GAP: /\s+/
+GAP: /[ \n]{1,4}/
 """
 
 
