@@ -19,7 +19,9 @@ from calstack.server.completions import understand_completion
 from calstack.server.context import Context
 from calstack.server.errors import InternalError, MethodError, NotFoundError, answer_of
 from calstack.server.exchange import Endpoint, send_json
-from calstack.server.schemas import ChatRequest, CompletionRequest
+from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Props, SlotAction, Slots
+from calstack.server.native import understand_infill, understand_native
+from calstack.server.schemas import ChatRequest, CompletionRequest, InfillRequest, NativeRequest
 from calstack.server.status import Health, Model, Models, Scrape
 from calstack.server.tokens import Detokenize, Tokenize
 
@@ -47,6 +49,19 @@ def build_app(context: Context) -> ASGIApp:
         _route("/metrics", Scrape(context), "GET"),
         _route("/tokenize", Tokenize(context), "POST"),
         _route("/detokenize", Detokenize(context), "POST"),
+    ]
+    native, infill = Endpoint(context, NativeRequest, understand_native), Endpoint(context, InfillRequest, understand_infill)
+    routes += [
+        _route("/completion", native, "POST"),
+        _route("/completions", native, "POST"),
+        _route("/infill", infill, "POST"),
+        _route("/apply-template", ApplyTemplate(context), "POST"),
+        _route("/v1/chat/completions/input_tokens", CountChat(context), "POST"),
+        _route("/chat/completions/input_tokens", CountChat(context), "POST"),
+        _route("/props", Props(context), "GET"),
+        _route("/slots", Slots(context), "GET"),
+        _route("/slots/{id:int}", SlotAction(context), "POST"),
+        Route("/lora-adapters", Adapters(context), methods=["GET", "POST"]),
     ]
     return _Edge(context, Router(routes, redirect_slashes=False))
 

@@ -20,7 +20,7 @@ from calstack.server.status import check_model
 from calstack.text.detokenize import decode_all
 from calstack.text.pieces import PieceTable
 
-__all__ = ["CompletionRenderer", "prompts_of", "understand_completion"]
+__all__ = ["CompletionRenderer", "ids_of", "prompts_of", "shown", "understand_completion"]
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 Prompt = str | list[int | str]
@@ -37,26 +37,25 @@ def understand_completion(context: Context, fields: CompletionRequest, request_i
     top = -1 if fields.logprobs is None else top_logprobs_of(fields.logprobs, context.config.limits, "logprobs")
     if fields.echo and top >= 0:
         raise UnsupportedError("log-probabilities of an echoed prompt are not supported yet", where="$.echo", remedy="leave out logprobs")
-    prompts = prompts_of(fields, model)
-    echoes = [_shown(prompt, model) for prompt in prompts] if fields.echo else [""] * len(prompts)
+    prompts = prompts_of(fields.prompt, model)
+    echoes = [shown(prompt, model) for prompt in prompts] if fields.echo else [""] * len(prompts)
     spec = constraint_of(fields)
     return Plan(
         generate=generate,
         prompts=len(prompts),
-        tokenise=lambda: [_ids(prompt, model) for prompt in prompts],
+        tokenise=lambda: [ids_of(prompt, model) for prompt in prompts],
         renderer=CompletionRenderer(f"cmpl-{request_id}", model, generate, echoes),
         top_logprobs=top,
         constrain=None if spec is None else lambda: model.constraints.source(spec),
     )
 
 
-def prompts_of(fields: CompletionRequest, model: ServedModel) -> list[Prompt]:
+def prompts_of(given: str | list[str | int | list[str | int]], model: ServedModel) -> list[Prompt]:
     """The prompts: one text, one list of ids (with texts among them), or a list of either.
 
     Raises:
         RequestError: for an empty list, an id outside the vocabulary, or lists and ids side by side.
     """
-    given = fields.prompt
     if isinstance(given, str):
         return [given]
     if not given:
@@ -77,7 +76,7 @@ def prompts_of(fields: CompletionRequest, model: ServedModel) -> list[Prompt]:
     return prompts
 
 
-def _ids(prompt: Prompt, model: ServedModel) -> list[int]:
+def ids_of(prompt: Prompt, model: ServedModel) -> list[int]:
     """Ids of a prompt. BOS comes first where the model has one; an empty text is then BOS alone."""
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
@@ -88,7 +87,7 @@ def _ids(prompt: Prompt, model: ServedModel) -> list[int]:
     return out
 
 
-def _shown(prompt: Prompt, model: ServedModel) -> str:
+def shown(prompt: Prompt, model: ServedModel) -> str:
     if isinstance(prompt, str):
         return prompt
     return "".join(part if isinstance(part, str) else decode_all(model.tokenizer.pieces, [part]) for part in prompt)
@@ -146,7 +145,7 @@ class CompletionRenderer:
 def legacy_logprobs(tokens: Sequence[TokenText], pieces: PieceTable, offset: int) -> dict[str, Any]:
     """OpenAI's first shape: parallel lists; text offsets in characters from the start of the echo."""
     return {
-        "tokens": [_text(pieces, token.id) for token in tokens],
+        "tokens": [token_text(pieces, token.id) for token in tokens],
         "token_logprobs": [finite(token.logprob.logprob) for token in tokens],
         "top_logprobs": [_tops(pieces, token) for token in tokens],
         "text_offset": [offset + token.start for token in tokens],
@@ -157,12 +156,12 @@ def _tops(pieces: PieceTable, token: TokenText) -> dict[str, float]:
     """Two ids may share a text; the likelier one stays. The sampled token is always among them, as OpenAI does."""
     found: dict[str, float] = {}
     for id_, logprob in zip(token.logprob.top_ids, token.logprob.top_logprobs, strict=True):
-        found.setdefault(_text(pieces, id_), finite(logprob))
-    found.setdefault(_text(pieces, token.id), finite(token.logprob.logprob))
+        found.setdefault(token_text(pieces, id_), finite(logprob))
+    found.setdefault(token_text(pieces, token.id), finite(token.logprob.logprob))
     return found
 
 
-def _text(pieces: PieceTable, id_: int) -> str:
+def token_text(pieces: PieceTable, id_: int) -> str:
     data = pieces.bytes_of(id_)
     try:
         return data.decode()

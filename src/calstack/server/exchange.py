@@ -17,7 +17,7 @@ from calstack.errors import CalstackError, RequestError, UnavailableError
 from calstack.server.body import decode, read_body
 from calstack.server.choice import Delta, End
 from calstack.server.context import Context
-from calstack.server.errors import answer_of
+from calstack.server.errors import Answer, answer_of
 from calstack.server.generation import Generation
 from calstack.server.params import Generate
 from calstack.server.render import Collected, Renderer
@@ -43,6 +43,12 @@ class Plan:
     top_logprobs: int = -1
     constrain: Callable[[], str] | None = None
     """Gives the grammar that the answers must match, checked; runs in a thread, after `tokenise`."""
+    frame: Callable[[Any], bytes] = event
+    """Writes one stream event."""
+    done: bytes = DONE
+    """Ends a stream."""
+    failed: Callable[[Answer], Any] = lambda answer: answer.body
+    """The stream event of an error."""
     meter: Callable[[int], ThoughtMeter | None] = lambda _: None
     """Makes what counts the thought of one answer of so many tokens."""
     close_thought: Callable[[], list[int]] = list
@@ -118,7 +124,7 @@ class _Answer:
                 raise
             answer = answer_of(error)
             self._context.metrics.failed(answer.status)
-            await self._body(event(answer.body) + DONE, more=False)
+            await self._body(self._plan.frame(self._plan.failed(answer)) + self._plan.done, more=False)
 
     async def _whole(self) -> None:
         choices = [Collected(index) for index in range(self._generation.count)]
@@ -135,7 +141,7 @@ class _Answer:
                 await self._deltas(batch, renderer)
             elif self._started:
                 await self._body(PING)
-        await self._body(b"".join(map(event, renderer.tail(self._generation))) + DONE, more=False)
+        await self._body(b"".join(map(self._plan.frame, renderer.tail(self._generation))) + self._plan.done, more=False)
 
     async def _deltas(self, batch: list[Delta], renderer: Renderer) -> None:
         """The status is held until the first token, so that an early error is a plain HTTP answer."""
@@ -149,7 +155,7 @@ class _Answer:
             if delta.end is not None and (delta.end.error or delta.end.cancelled):
                 await self._body(b"".join(out))
                 _raise_of(delta.end)
-            out.extend(map(event, renderer.chunks(delta)))
+            out.extend(map(self._plan.frame, renderer.chunks(delta)))
         await self._body(b"".join(out))
 
     async def _body(self, data: bytes, *, more: bool = True) -> None:

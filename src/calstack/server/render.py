@@ -63,7 +63,7 @@ class Collected:
 class Renderer(Protocol):
     """How a route writes its answer."""
 
-    def whole(self, choices: Sequence[Collected], generation: Generation) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Collected], generation: Generation) -> Any:
         """The answer in one piece."""
         ...
 

@@ -13,6 +13,9 @@ __all__ = [
     "ContentPart",
     "DetokenizeRequest",
     "GenerationFields",
+    "InfillRequest",
+    "NativePrompt",
+    "NativeRequest",
     "StreamOptions",
     "TokenizeRequest",
     "ToolCall",
@@ -160,6 +163,42 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
+
+
+class NativePrompt(_Input, frozen=True, kw_only=True):
+    """A prompt as llama-server's object form."""
+
+    prompt_string: str
+
+
+class NativeRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /completion, llama-server's."""
+
+    prompt: str | list[str | int | list[str | int]] | NativePrompt
+    n_probs: int | None = None
+    post_sampling_probs: bool | None = None
+    return_tokens: bool | None = None
+    response_fields: list[str] | None = None
+
+
+class ExtraFile(_Input, frozen=True, kw_only=True):
+    """Another file beside the one to fill in."""
+
+    text: str
+    filename: str | None = None
+
+
+class InfillRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /infill, llama-server's."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[ExtraFile] | None = None
+    prompt: str | None = None
+    n_probs: int | None = None
+    post_sampling_probs: bool | None = None
+    return_tokens: bool | None = None
+    response_fields: list[str] | None = None
 
 
 class TokenizeRequest(_Input, frozen=True, kw_only=True):

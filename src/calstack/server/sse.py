@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["DONE", "HEADERS", "PING", "event"]
+__all__ = ["DONE", "HEADERS", "PING", "event", "named_event"]
 
 DONE = b"data: [DONE]\n\n"
 PING = b":\n\n"
@@ -16,6 +16,12 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),  # a reverse proxy must not gather events
 )
 _encode = msgspec.json.Encoder().encode
+
+
+def named_event(value: Any) -> bytes:
+    """One data event that repeats its `type` as the event's name."""
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\n" + event(value)
 
 
 def event(value: Any) -> bytes:

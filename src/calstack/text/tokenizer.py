@@ -61,6 +61,10 @@ class Tokenizer:
         """The tokenizer.json."""
         return self._json
 
+    def special_id(self, *names: str) -> int | None:
+        """Id of the first of these special tokens that there is."""
+        return next((self._special[name] for name in names if name in self._special), None)
+
     @classmethod
     def from_file(cls, path: Path, *, bos_id: int | None = None) -> Tokenizer:
         """Read a tokenizer.json."""

@@ -32,7 +32,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def both(server: LiveServer, text: str, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Choice and usage of the whole answer; the stream must say the same."""
-    body = {"messages": [{"role": "user", "content": text}], **more}
+    body = {"messages": [{"role": "user", "content": text}], "seed": 1, **more}
     whole = server.post("/v1/chat/completions", **body)
     assert whole.status_code == 200, whole.text
     choice, usage = whole.json()["choices"][0], whole.json()["usage"]
