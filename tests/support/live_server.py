@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,13 @@ class LiveServer:
         """Nothing in flight anywhere."""
         stats = self.http.get("/metrics").text
         return self.context.admission.in_flight == 0 and len(self.context.journal) == 0 and "calrt_kv_used_batches 0.0" in stats
+
+    def assert_idle_soon(self, seconds: float = 3.0) -> None:
+        """Nothing stays in flight."""
+        end = time.monotonic() + seconds
+        while not self.idle():
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
     def assert_alive(self) -> None:
         assert self.http.get("/health").status_code == 200

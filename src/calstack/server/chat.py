@@ -2,48 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from calstack.errors import NotInCalbin, RequestError
+from calstack.grammar import GrammarSpec
 from calstack.server.choice import Delta, End
-from calstack.server.constraints import constraint_of
+from calstack.server.constraints import after_thinking, constraint_of
 from calstack.server.context import Context
 from calstack.server.exchange import Plan
 from calstack.server.generation import Generation
+from calstack.server.messages import chat_input
+from calstack.server.model import ServedModel
 from calstack.server.params import Generate, check_supported, generate_of, top_logprobs_of
 from calstack.server.render import Collected, Envelope, chat_logprobs, timings_of, usage_of
-from calstack.server.schemas import ChatMessage, ChatRequest, ContentPart
+from calstack.server.schemas import ChatRequest
 from calstack.server.status import check_model
+from calstack.server.thinking import Thoughts, thoughts_of
+from calstack.server.tools import Tools, format_of, tools_of, with_tools
+from calstack.text.output import OutputParser, Part, Thinking, ToolFormat
 from calstack.text.pieces import PieceTable
-from calstack.text.template import ChatInput
+from calstack.text.template import ChatInput, ChatTemplate
+from calstack.text.thoughts import ThoughtMeter
 
-__all__ = ["ChatRenderer", "chat_input", "understand_chat"]
-
-_ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function"])
-_JOINT = "\n\n"  # between text parts, as llama-server joins them for templates that take strings
+__all__ = ["ChatRenderer", "ChatWork", "chat_plan", "understand_chat"]
 
 
 def understand_chat(context: Context, chat: ChatRequest, request_id: str) -> Plan:
     """Check a chat request."""
+    work = ChatWork(context, chat)
     model = context.model
-    check_model(model, chat.model)
-    check_supported(chat)
-    generate = generate_of(chat, model.vocabulary, context.config.limits, model.defaults)
-    top = _top_logprobs(chat, context)
-    rendered, spec = chat_input(chat), constraint_of(chat)
-    if (template := model.template) is None:
-        raise NotInCalbin("this calbin has no chat template", remedy="use /v1/completions")
+    renderer = ChatRenderer(f"chatcmpl-{request_id}", model.id, model.fingerprint, work.generate, model.tokenizer.pieces, work.parser)
+    return chat_plan(work, renderer, _top_logprobs(chat, context))
+
+
+def chat_plan(work: ChatWork, renderer: Any, top_logprobs: int = -1) -> Plan:
+    """The plan of any route that answers messages."""
     return Plan(
-        generate=generate,
+        generate=work.generate,
         prompts=1,
-        tokenise=lambda: [model.tokenizer.encode_prompt(template.render(rendered, model.tokenizer))],
-        renderer=ChatRenderer(f"chatcmpl-{request_id}", model.id, model.fingerprint, generate, model.tokenizer.pieces),
-        top_logprobs=top,
-        constrain=None if spec is None else lambda: model.constraints.source(spec),
+        tokenise=lambda: [work.prompt_ids()],
+        renderer=renderer,
+        top_logprobs=top_logprobs,
+        constrain=work.constrain,
+        meter=work.meter,
+        close_thought=work.close_ids,
     )
+
+
+class ChatWork:
+    """One chat request on its way to a prompt: messages, tools, thoughts, constraint.
+
+    Raises:
+        RequestError: naming the field that is wrong.
+        NotInCalbin: without a chat template.
+    """
+
+    def __init__(self, context: Context, chat: ChatRequest) -> None:
+        model = context.model
+        check_model(model, chat.model)
+        check_supported(chat)
+        self._model = model
+        self.generate = generate_of(chat, model.vocabulary, context.config.limits, model.defaults)
+        self._tools, self._spec = tools_of(chat), constraint_of(chat)
+        if self._tools is not None and self._spec is not None:
+            raise RequestError(f"cannot go with {self._spec.param}", where="$.tools", param="tools")
+        if model.template is None:
+            raise NotInCalbin("this calbin has no chat template", remedy="use /v1/completions")
+        self._template: ChatTemplate = model.template
+        self.format, self._shows = format_of(self._template.source)
+        self._input = self._shown(chat_input(chat))
+        self._thoughts: Thoughts = thoughts_of(chat, self._template.source)
+        self.thinking = Thinking.OFF
+
+    def _shown(self, given: ChatInput) -> ChatInput:
+        """Tools go through the template where it knows them, else into the messages."""
+        if self._shows:
+            return given
+        return dataclasses.replace(given, messages=with_tools(given.messages, given.tools), tools=())
+
+    def prompt(self) -> str:
+        """The rendered prompt, without BOS; may take long."""
+        return self._thoughts.prompt(self._template.render(self._input, self._model.tokenizer), self._input).shown()
+
+    def prompt_ids(self) -> list[int]:
+        """Ids of the prompt; sets `thinking`. May take long."""
+        rendered = self._thoughts.prompt(self._template.render(self._input, self._model.tokenizer), self._input)
+        self.thinking = self._thoughts.state(rendered.text)
+        return self._model.tokenizer.encode_prompt(rendered)
+
+    @property
+    def constrain(self) -> Callable[[], str] | None:
+        """Gives the checked grammar, after `prompt_ids`; None without any."""
+        return self._grammar if self._tools is not None or self._spec is not None else None
+
+    def _grammar(self) -> str:
+        source, param = _source_of(self._model, self._tools, self._spec, self.format)
+        if self.thinking is not Thinking.OFF:
+            source = after_thinking(source, begun=self.thinking is Thinking.OPEN)
+        self._model.constraints.check(source, param)
+        return source
+
+    def parser(self) -> OutputParser:
+        """A parser for one answer."""
+        if self._tools is None:
+            return OutputParser(thinking=self.thinking if self._thoughts.separate else Thinking.OFF)
+        thinking = self.thinking if self._thoughts.separate else Thinking.OFF
+        return OutputParser(thinking=thinking, tools=self.format, names=self._tools.schemas)
+
+    def meter(self, limit: int) -> ThoughtMeter | None:
+        """Counts the thought of one answer of at most `limit` tokens; None when there can be none."""
+        if self.thinking is Thinking.OFF:
+            return None
+        return ThoughtMeter(self.thinking, self._thoughts.budget(limit, len(self.close_ids())))
+
+    def close_ids(self) -> list[int]:
+        """Ids that end a thought."""
+        return self._model.tokenizer.encode("\n</think>\n\n", special=True)
+
+
+def _source_of(model: ServedModel, tools: Tools | None, spec: GrammarSpec | None, form: ToolFormat) -> tuple[str, str]:
+    if tools is not None:
+        return tools.source(form), "tools"
+    assert spec is not None
+    return model.constraints.source(spec), spec.param
 
 
 def _top_logprobs(chat: ChatRequest, context: Context) -> int:
@@ -54,87 +137,16 @@ def _top_logprobs(chat: ChatRequest, context: Context) -> int:
     return top_logprobs_of(chat.top_logprobs, context.config.limits, "top_logprobs")
 
 
-def chat_input(chat: ChatRequest) -> ChatInput:
-    """The messages as a template takes them. A trailing assistant message is continued, as llama-server does.
-
-    Raises:
-        RequestError: with the path of the message that is wrong.
-    """
-    if not chat.messages:
-        raise RequestError("must not be empty", where="$.messages", param="messages")
-    messages = [_message(message, f"messages[{place}]") for place, message in enumerate(chat.messages)]
-    last_is_ours = messages[-1]["role"] == "assistant"
-    if chat.continue_final_message and chat.add_generation_prompt:
-        raise _bad("continue_final_message", "cannot go with add_generation_prompt")
-    if chat.continue_final_message and not last_is_ours:
-        raise _bad("continue_final_message", "needs an assistant message at the end")
-    if last_is_ours and len(messages) > 1 and messages[-2]["role"] == "assistant":
-        raise _bad(f"messages[{len(messages) - 1}]", "two assistant messages at the end cannot be continued")
-    continued = last_is_ours and bool(messages[-1]["content"]) and chat.add_generation_prompt is not True
-    if continued and messages[-1].get("tool_calls"):
-        raise _bad(f"messages[{len(messages) - 1}]", "a message with tool calls cannot be continued")
-    return ChatInput(
-        messages=messages,
-        tools=chat.tools if chat.tools and chat.tool_choice != "none" else (),
-        variables=_variables(chat),
-        continue_final=continued,
-        generation_prompt=chat.add_generation_prompt is not False,
-    )
-
-
-def _variables(chat: ChatRequest) -> dict[str, Any]:
-    variables = dict(chat.chat_template_kwargs or {})
-    for name in ("messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"):
-        if name in variables:
-            raise _bad(f"chat_template_kwargs.{name}", "is set by the server")
-    if not isinstance(variables.get("enable_thinking", True), bool):
-        raise _bad("chat_template_kwargs.enable_thinking", "must be true or false")
-    return variables
-
-
-def _message(message: ChatMessage, path: str) -> dict[str, Any]:
-    if message.role not in _ROLES:
-        raise _bad(f"{path}.role", f"role must be one of {', '.join(sorted(_ROLES))}")
-    content = message.content
-    if content is msgspec.UNSET:
-        if message.role != "assistant":
-            raise _bad(f"{path}.content", "content is missing")
-        content = None
-    return {
-        "role": message.role,
-        "content": _text(content, path),
-        "name": message.name,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
-        "tool_calls": msgspec.to_builtins(message.tool_calls) if message.tool_calls else None,
-    }
-
-
-def _text(content: str | list[ContentPart] | None, path: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for place, part in enumerate(content):
-        if part.type not in {"text", "input_text", "output_text", "refusal"}:
-            raise _bad(f"{path}.content[{place}].type", f"content of type {part.type!r} is not supported, text is")
-        if part.text is None:
-            raise _bad(f"{path}.content[{place}].text", "text is missing")
-        texts.append(part.text)
-    return _JOINT.join(texts)
-
-
-def _bad(param: str, what: str) -> RequestError:
-    return RequestError(what, where=f"$.{param}", param=param)
-
-
 class ChatRenderer:
-    """Writes chat answers."""
+    """Writes chat answers. `parser` makes the parser of one choice, once its prompt is known."""
 
-    def __init__(self, id_: str, model: str, fingerprint: str, generate: Generate, pieces: PieceTable) -> None:
+    def __init__(
+        self, id_: str, model: str, fingerprint: str, generate: Generate, pieces: PieceTable, parser: Callable[[], OutputParser]
+    ) -> None:
         self._whole = Envelope(id_, "chat.completion", model, fingerprint)
         self._chunk = Envelope(id_, "chat.completion.chunk", model, fingerprint)
-        self._generate, self._pieces = generate, pieces
-        self._begun: set[int] = set()
+        self._id, self._generate, self._pieces, self._parser = id_, generate, pieces, parser
+        self._parsers: dict[int, OutputParser] = {}
 
     def whole(self, choices: Sequence[Collected], generation: Generation) -> dict[str, Any]:
         answer = self._whole.around([self._choice(choice) for choice in choices]) | {"usage": usage_of(generation)}
@@ -144,29 +156,54 @@ class ChatRenderer:
 
     def _choice(self, choice: Collected) -> dict[str, Any]:
         assert choice.end is not None
+        parser = self._parser()
+        parts = [*parser.push(choice.text), *parser.flush()]
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": self._message(choice.index, parts),
             "logprobs": chat_logprobs(choice.tokens, self._pieces) if choice.tokens else None,
-            "finish_reason": choice.end.reason,
+            "finish_reason": _finish(choice.end, parser),
         }
+
+    def _message(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+        said, thought = (joined(parts, kind) for kind in ("content", "reasoning"))
+        calls = calls_of(parts)
+        message: dict[str, Any] = {"role": "assistant", "content": said if said or not calls else None, "refusal": None}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            message["tool_calls"] = [_call(self._call_id(index, place), name, args) for place, (name, args) in enumerate(calls)]
+        return message
+
+    def _call_id(self, index: int, call: int) -> str:
+        return f"call_{self._id.removeprefix('chatcmpl-')}_{index}_{call}"
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         out = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
+        if (parser := self._parsers.get(delta.index)) is None:
+            parser = self._parsers[delta.index] = self._parser()
             out.append(self._piece(delta.index, {"role": "assistant", "content": ""}))
-        if delta.text or delta.tokens:
-            piece = self._piece(delta.index, {"content": delta.text})
-            if delta.tokens:
-                piece["choices"][0]["logprobs"] = chat_logprobs(delta.tokens, self._pieces)
-            out.append(piece)
+        parts = parser.push(delta.text) + (parser.flush() if delta.end is not None else [])
+        pieces = [self._piece(delta.index, self._delta(delta.index, part)) for part in parts]
+        if delta.tokens:
+            pieces = pieces or [self._piece(delta.index, {"content": ""})]
+            pieces[0]["choices"][0]["logprobs"] = chat_logprobs(delta.tokens, self._pieces)
+        out += pieces
         if delta.end is not None:
-            out.append(self._last(delta.index, delta.end))
+            out.append(self._last(delta.index, delta.end, parser))
         return out
 
-    def _last(self, index: int, end: End) -> dict[str, Any]:
-        piece = self._piece(index, {}, end.reason)
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if part.kind == "content":
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text}
+        if part.kind == "call":
+            return {"tool_calls": [{"index": part.call, **_call(self._call_id(index, part.call), part.text, "")}]}
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+    def _last(self, index: int, end: End, parser: OutputParser) -> dict[str, Any]:
+        piece = self._piece(index, {}, _finish(end, parser))
         if self._generate.timings:
             piece["timings"] = timings_of(end)
         return piece
@@ -176,3 +213,23 @@ class ChatRenderer:
 
     def tail(self, generation: Generation) -> list[dict[str, Any]]:
         return [self._chunk.around([]) | {"usage": usage_of(generation)}] if self._generate.include_usage else []
+
+
+def joined(parts: Sequence[Part], kind: str) -> str:
+    """The text of one kind."""
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def calls_of(parts: Sequence[Part]) -> list[tuple[str, str]]:
+    """Name and arguments of every call, in order."""
+    names = [part.text for part in parts if part.kind == "call"]
+    return [(name, joined([part for part in parts if part.call == place], "arguments")) for place, name in enumerate(names)]
+
+
+def _call(id_: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _finish(end: End, parser: OutputParser) -> str | None:
+    """A call cut by the token limit is a length; whole calls are tool_calls, whatever ended the answer."""
+    return "tool_calls" if parser.calls and parser.calls == parser.complete_calls else end.reason

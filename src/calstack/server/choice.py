@@ -12,6 +12,7 @@ from calstack.server.errors import InternalError, error_of
 from calstack.text.detokenize import Detokenizer
 from calstack.text.pieces import PieceTable
 from calstack.text.stops import StopMatcher
+from calstack.text.thoughts import ThoughtMeter
 from calstack.wire import Finish, TokenLogprob, Usage
 
 __all__ = ["Choice", "Delta", "End", "TokenText"]
@@ -39,6 +40,7 @@ class End:
     stop_id: int = -1
     error: CalstackError | None = None
     cancelled: bool = False
+    reasoning_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,10 +64,13 @@ class Choice:
         emit: takes each Delta; called on the event loop.
         on_first: called once, at the first token.
         on_stop: called once when a stop string has matched and the engine should give up.
+        meter: counts the thought; None when there can be none.
+        on_spent: called once when the thought has used its budget; must call `force` with what ends it.
     """
 
     __slots__ = (
-        "_detokenizer", "_emit", "_held", "_keep", "_on_first", "_on_stop", "_released", "_seen", "_stops", "count", "end", "index",
+        "_detokenizer", "_emit", "_held", "_keep", "_meter", "_on_first", "_on_spent", "_on_stop", "_released", "_seen", "_stops", "count",
+        "end", "index",
     )  # fmt: skip
 
     def __init__(
@@ -78,11 +83,14 @@ class Choice:
         emit: Callable[[Delta], None],
         on_first: Callable[[], None],
         on_stop: Callable[[], None],
+        meter: ThoughtMeter | None = None,
+        on_spent: Callable[[], None] = lambda: None,
     ) -> None:
         self.index, self.count = index, 0
         self.end: End | None = None
         self._detokenizer, self._stops = Detokenizer(pieces), StopMatcher(stops)
         self._keep, self._emit, self._on_first, self._on_stop = keep_tokens, emit, on_first, on_stop
+        self._meter, self._on_spent = meter, on_spent
         self._held: deque[tuple[int, TokenText]] = deque()  # (characters that must be out first, token)
         self._seen = self._released = 0  # characters that came, and that went out
 
@@ -91,6 +99,16 @@ class Choice:
             return
         if not self.count:
             self._on_first()
+        self._take(ids, logprobs)
+        if self._meter is not None and self._meter.spent and not self._is_stopped():
+            self._meter.close()
+            self._on_spent()
+
+    def force(self, ids: Sequence[int]) -> None:
+        """Take ids that were not sampled."""
+        self._take(ids, ())
+
+    def _take(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         out = []
         for place, id_ in enumerate(ids):
             self.count += 1
@@ -99,7 +117,9 @@ class Choice:
                 self._hold(id_, text, logprobs[place] if logprobs else TokenLogprob(logprob=0.0))
             if went := self._stops.push(text):
                 out.append(went)
-            if self._is_stopped():
+            if self._meter is not None:
+                self._meter.push(text)
+            if self._is_stopped() or (self._meter is not None and self._meter.spent):
                 break
         self._give("".join(out), None)
         if self._is_stopped():
@@ -108,7 +128,8 @@ class Choice:
     def on_finish(self, finish: Finish) -> None:
         if self.end is not None:
             return
-        self.end = self._ending(finish)
+        thought = self._meter.tokens if self._meter is not None else 0
+        self.end = dataclasses.replace(self._ending(finish), reasoning_tokens=thought)
         self._give("" if self._is_stopped() else self._stops.flush(), self.end)
 
     def _is_stopped(self) -> bool:

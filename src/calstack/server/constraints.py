@@ -18,9 +18,9 @@ __all__ = ["ConstraintCheck", "after_thinking", "constraint_of", "schema_spec"]
 # vLLM's names inside structured_outputs, and its older fields.
 _VLLM = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "gbnf"}
 _OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-_THINKING = r"""start: "<think>"? THOUGHT "</think>" GAP? @answer
-THOUGHT: /(.|\n)*/ & ~/(.|\n)*<\/think>(.|\n)*/
-GAP: /\s+/
+_THOUGHT = r"""
+thought[lazy]: /(.|\n)*<\/think>/
+GAP: /[ \n]{1,4}/
 """
 
 
@@ -151,11 +151,13 @@ def _json(value: Any, param: str) -> str:
         raise _bad(param, f"cannot be read: {error}") from error
 
 
-def after_thinking(source: str) -> str:
-    """`source` for the answer of a model that may think first: the thought is free."""
-    grammars = json.loads(source)["grammars"]
+def after_thinking(source: str, *, begun: bool) -> str:
+    """`source` for the answer of a model that thinks first; `begun` says that the prompt has opened the thought. A thought is free."""
+    start = "start: thought GAP? @answer" if begun else 'start: ("<think>" thought GAP?)? @answer'
+    is_bare = not source.lstrip().startswith("{")  # Lark text
+    grammars = [{"lark_grammar": source}] if is_bare else json.loads(source)["grammars"]
     answer = {**grammars[0], "name": "answer"}
-    return json.dumps({"grammars": [{"lark_grammar": _THINKING}, answer, *grammars[1:]]}, ensure_ascii=False)
+    return json.dumps({"grammars": [{"lark_grammar": start + _THOUGHT}, answer, *grammars[1:]]}, ensure_ascii=False)
 
 
 def _bad(param: str, what: str) -> RequestError:

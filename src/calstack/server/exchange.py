@@ -22,6 +22,7 @@ from calstack.server.generation import Generation
 from calstack.server.params import Generate
 from calstack.server.render import Collected, Renderer
 from calstack.server.sse import DONE, HEADERS, PING, event
+from calstack.text.thoughts import ThoughtMeter
 
 __all__ = ["Endpoint", "Plan", "request_id_of", "send_json"]
 
@@ -41,7 +42,11 @@ class Plan:
     renderer: Renderer
     top_logprobs: int = -1
     constrain: Callable[[], str] | None = None
-    """Gives the grammar that the answers must match, checked; runs in a thread."""
+    """Gives the grammar that the answers must match, checked; runs in a thread, after `tokenise`."""
+    meter: Callable[[int], ThoughtMeter | None] = lambda _: None
+    """Makes what counts the thought of one answer of so many tokens."""
+    close_thought: Callable[[], list[int]] = list
+    """Gives the ids that end a thought."""
 
 
 class Endpoint:
@@ -84,6 +89,7 @@ class Endpoint:
         generation.add_prompts(prompts, self._context.ready().context)
         if plan.constrain is not None:
             generation.grammar = await _in_time(loop.run_in_executor(self._context.pool, plan.constrain))
+        generation.meter, generation.close_thought = plan.meter, plan.close_thought
         generation.start()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 from calstack.errors import CancelledError, RequestError
@@ -12,6 +12,7 @@ from calstack.server.admission import Place
 from calstack.server.choice import Choice, Delta, End
 from calstack.server.context import Context
 from calstack.server.params import Generate, output_limit
+from calstack.text.thoughts import ThoughtMeter
 from calstack.wire import Submit
 
 __all__ = ["Generation", "PromptSpec"]
@@ -37,6 +38,11 @@ class Generation:
         self._arrival, self._top_logprobs = arrival, top_logprobs
         self.grammar = ""
         """What every answer must match (see Submit.grammar)."""
+        self.meter: Callable[[int], ThoughtMeter | None] = lambda _: None
+        """Makes what counts the thought of one answer of so many tokens."""
+        self.close_thought: Callable[[], list[int]] = list
+        """Gives the ids that end a thought."""
+        self._renamed: dict[int, str] = {}
         self._places: list[Place] = []
         self._prompts: list[PromptSpec] = []
         self._choices: list[Choice] = []
@@ -178,6 +184,8 @@ class Generation:
             emit=lambda delta: self._take(delta, prompt, place),
             on_first=lambda: self._first(place),
             on_stop=lambda: context.supervisor.cancel(self._name(index)),
+            meter=self.meter(prompt.limit),
+            on_spent=lambda: self._close_thought(choice),
         )
         self._choices.append(choice)
         if not prompt.limit:  # nothing to generate: the prompt alone was asked for
@@ -204,8 +212,15 @@ class Generation:
             grammar=self.grammar,
         )
 
+    def _close_thought(self, choice: Choice) -> None:
+        """The thought has used its budget: the engine goes on after the ids that end it, as if they had been sampled."""
+        old, ids = self._name(choice.index), self.close_thought()
+        self._renamed[choice.index] = f"{old}+"
+        self._context.supervisor.replace(old, self._name(choice.index), choice.count, ids)
+        choice.force(ids)
+
     def _name(self, index: int) -> str:
-        return f"{self._request_id}#{index}"
+        return self._renamed.get(index) or f"{self._request_id}#{index}"
 
     def _first(self, place: Place) -> None:
         self._context.admission.started(place)

@@ -78,6 +78,14 @@ class Journal:
         if (entry := self._entries.pop(request, None)) is not None:
             entry.sink.on_finish(finish)
 
+    def fork(self, request: str, name: str, kept: int, ids: Sequence[int]) -> Entry | None:
+        """Let a choice go on under a new name after `kept` of its ids and then `ids`; None when it has ended."""
+        if (entry := self._entries.pop(request, None)) is None:
+            return None
+        submit = msgspec.structs.replace(entry.submit, request=name)
+        new = self._entries[name] = Entry(submit, entry.sink, [*entry.output[:kept], *ids], entry.crashes, entry.sent)
+        return new
+
     def __contains__(self, request: str) -> bool:
         return request in self._entries
 

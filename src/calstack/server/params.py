@@ -10,7 +10,7 @@ from typing import Any
 
 from calstack.errors import ContextSizeError, NotInCalbin, RequestError, UnsupportedError
 from calstack.server.config import LimitsConfig
-from calstack.server.schemas import Bias, ChatRequest, GenerationFields
+from calstack.server.schemas import Bias, GenerationFields
 from calstack.specs import LogitBias, SamplingParams
 
 __all__ = ["Defaults", "Generate", "Vocabulary", "check_supported", "generate_of", "output_limit", "top_logprobs_of"]
@@ -75,9 +75,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "reasoning_effort": ("none",),
-    "thinking_budget_tokens": (-1,),
-    "reasoning_budget_tokens": (-1,),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -98,17 +95,8 @@ def check_supported(fields: GenerationFields) -> None:
             raise _not_built(name)
     if fields.lora:
         raise NotInCalbin("this calbin has no adapter slots", where="$.lora", remedy="leave it out")
-    if isinstance(fields, ChatRequest):
-        _check_tools(fields)
     if fields.repeat_last_n not in (None, -1) and (fields.repetition_penalty or fields.repeat_penalty or 1.0) != 1.0:
         raise _not_built("repeat_last_n")
-
-
-def _check_tools(chat: ChatRequest) -> None:
-    if chat.tools and chat.tool_choice != "none":
-        raise _not_built("tools")
-    if not chat.tools and chat.tool_choice not in (None, "none", "auto"):  # may be an object
-        raise RequestError("needs tools", where="$.tool_choice", param="tool_choice")
 
 
 def _not_built(name: str) -> UnsupportedError:

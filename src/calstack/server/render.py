@@ -85,6 +85,7 @@ def usage_of(generation: Generation) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": generation.cached_tokens()},
+        "completion_tokens_details": {"reasoning_tokens": sum(end.reasoning_tokens for end in generation.ends.values())},
     }
 
 

@@ -137,12 +137,15 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    reasoning_format: str | None = None
+    thinking_budget_tokens: int | None = None
+    reasoning_budget_tokens: int | None = None
+    thinking_token_budget: int | None = None
     # not built yet
     functions: Any = None
     function_call: Any = None
-    reasoning_effort: Any = None
-    thinking_budget_tokens: Any = None
-    reasoning_budget_tokens: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from calstack.errors import CalstackError, UnavailableError, UsageError
@@ -123,6 +123,13 @@ class Supervisor:
             self._send(Cancel(request=request))
         else:
             self._journal.end(request, Finish(reason="cancelled"))
+
+    def replace(self, request: str, name: str, kept: int, ids: Sequence[int]) -> None:
+        """Go on with a choice under a new name, after its first `kept` ids and `ids`; later ids of the old one are forgotten."""
+        if (entry := self._journal.fork(request, name, kept, ids)) is not None:
+            if entry.sent:
+                self._send(Cancel(request=request))
+            self.submit(entry)
 
     async def fresh_stats(self, timeout_s: float = 0.5) -> EngineStats | None:
         """The engine's counters now, or the last known ones when it does not answer in time."""

@@ -28,6 +28,10 @@ class PromptText:
     text: str
     guard: str = ""
 
+    def shown(self) -> str:
+        """The prompt as it reads."""
+        return self.text.replace(self.guard, "") if self.guard else self.text
+
 
 class Tokenizer:
     """Encodes and knows each id's bytes. Safe to use from several threads.

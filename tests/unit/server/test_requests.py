@@ -70,13 +70,11 @@ def test_field_out_of_range_is_a_400_that_names_it(server: LiveServer, field: st
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("min_tokens", 3),
         ("mirostat", 2),
         ("dry_multiplier", 0.8),
         ("functions", [{}]),
         ("lora", [{"id": 0}]),
-        ("reasoning_effort", "high"),
     ],
 )
 def test_field_of_a_feature_that_is_not_built_is_a_501_and_never_dropped(server: LiveServer, field: str, value: Any) -> None:
