@@ -70,7 +70,6 @@ class Submit(_Msg, frozen=True, kw_only=True):
     grammar: str = ""  # what the output must match, as the text that grammar_source makes; "" = no constraint
     overflow: Literal["reject", "truncate", "shift"] = "reject"
     alone: bool = False  # run without batch mates (after two crashes)
-    grammar: str = ""  # what the output must match, as the text that grammar_source makes; "" = no constraint
     key: str = ""  # owner of the request, for fair shares; "" = everybody without one
 
 
