@@ -14,6 +14,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from calstack.errors import CalstackError
+from calstack.server.anthropic import CountMessages, MessagesRequest, anthropic_error, understand_messages
 from calstack.server.chat import understand_chat
 from calstack.server.completions import understand_completion
 from calstack.server.context import Context
@@ -21,6 +22,7 @@ from calstack.server.errors import InternalError, MethodError, NotFoundError, an
 from calstack.server.exchange import Endpoint, send_json
 from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Props, SlotAction, Slots
 from calstack.server.native import understand_infill, understand_native
+from calstack.server.responses import ResponsesRequest, understand_responses
 from calstack.server.schemas import ChatRequest, CompletionRequest, InfillRequest, NativeRequest
 from calstack.server.status import Health, Model, Models, Scrape
 from calstack.server.tokens import Detokenize, Tokenize
@@ -63,6 +65,13 @@ def build_app(context: Context) -> ASGIApp:
         _route("/slots/{id:int}", SlotAction(context), "POST"),
         Route("/lora-adapters", Adapters(context), methods=["GET", "POST"]),
     ]
+    responses, messages = Endpoint(context, ResponsesRequest, understand_responses), Endpoint(context, MessagesRequest, understand_messages)
+    routes += [
+        _route("/v1/responses", responses, "POST"),
+        _route("/responses", responses, "POST"),
+        _route("/v1/messages", messages, "POST"),
+        _route("/v1/messages/count_tokens", CountMessages(context), "POST"),
+    ]
     return _Edge(context, Router(routes, redirect_slashes=False))
 
 
@@ -80,11 +89,11 @@ class _Edge:
         try:
             await self._inner(scope, receive, visit.send)
         except Exception as error:  # noqa: BLE001  # the one place that answers errors
-            await self._answer(error, visit)
+            await self._answer(error, visit, scope["path"])
         finally:
             self._note(scope, visit)
 
-    async def _answer(self, error: Exception, visit: _Visit) -> None:
+    async def _answer(self, error: Exception, visit: _Visit, path: str) -> None:
         if isinstance(error, ClientDisconnect):
             visit.status = visit.status or _CLIENT_LEFT
             return
@@ -94,7 +103,8 @@ class _Edge:
         headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
         if answer.status in {405, 413} or answer.status >= 500:
             headers.append((b"connection", b"close"))  # the rest of the body is not read
-        await send_json(visit.send, answer.status, answer.body, headers)
+        body = anthropic_error(answer) if path.startswith("/v1/messages") else answer.body
+        await send_json(visit.send, answer.status, body, headers)
 
     def _note(self, scope: Scope, visit: _Visit) -> None:
         route = getattr(scope.get("route"), "path", "other")

@@ -75,6 +75,7 @@ class ChatWork:
         self._input = self._shown(chat_input(chat))
         self._thoughts: Thoughts = thoughts_of(chat, self._template.source)
         self.thinking = Thinking.OFF
+        self.prompt_tokens = 0
 
     def _shown(self, given: ChatInput) -> ChatInput:
         """Tools go through the template where it knows them, else into the messages."""
@@ -90,7 +91,9 @@ class ChatWork:
         """Ids of the prompt; sets `thinking`. May take long."""
         rendered = self._thoughts.prompt(self._template.render(self._input, self._model.tokenizer), self._input)
         self.thinking = self._thoughts.state(rendered.text)
-        return self._model.tokenizer.encode_prompt(rendered)
+        ids = self._model.tokenizer.encode_prompt(rendered)
+        self.prompt_tokens = len(ids)
+        return ids
 
     @property
     def constrain(self) -> Callable[[], str] | None:

@@ -12,9 +12,9 @@ import pytest
 from tests.support.live_server import LiveServer, live_server
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
-GET = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": CITY}}
+GET: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": CITY}}
 UNIT = {"type": "object", "properties": {"unit": {"enum": ["c", "f"]}}, "required": ["unit"], "additionalProperties": False}
-SET = {"type": "function", "function": {"name": "set_unit", "parameters": UNIT}}
+SET: dict[str, Any] = {"type": "function", "function": {"name": "set_unit", "parameters": UNIT}}
 SCHEMAS = {"get_weather": CITY, "set_unit": UNIT}
 
 
