@@ -132,10 +132,17 @@ nb::bytes read(CpuDevice& device, int64_t id, size_t offset, size_t bytes) {
   return out;
 }
 
+void give_mask(CpuDevice& device, int64_t ticket, int lane, nb::handle mask) {
+  if (mask.is_none()) return device.give_mask(ticket, lane, nullptr, 0);
+  const auto words = nb::cast<nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(mask);
+  device.give_mask(ticket, lane, words.data(), static_cast<int>(words.size()));
+}
+
 void add_queue(nb::class_<CpuDevice>& c) {
   c.def("submit", &submit, "calbin"_a, "program"_a, "lanes"_a, "profile"_a)
       .def("wait", &wait, "ticket"_a, "timeout_s"_a)
       .def("cancel", &CpuDevice::cancel, "ticket"_a)
+      .def("give_mask", &give_mask, "ticket"_a, "lane"_a, "mask"_a.none())
       .def("event_fd", &CpuDevice::event_fd)
       .def("busy", &CpuDevice::busy)
       .def("reset", &CpuDevice::reset, nb::call_guard<nb::gil_scoped_release>());

@@ -104,6 +104,7 @@ size_t read_sampling(nb::handle input, Slot& slot, int index, Lane& lane) {
     s.choice = get<uint64_t>(draw, "choice");
     s.index = get<uint64_t>(draw, "index");
   }
+  lane.late = get<bool>(input, "late_mask");
   nb::object mask = input.attr("mask");
   if (mask.is_none()) return bytes + 64;
   read_words(mask, slot.mask(index), slot.mask_words, "mask");
@@ -171,6 +172,7 @@ size_t read_lane(nb::handle input, Slot& slot, int index) {
   lane.from_ticket = -1;
   lane.token = -1;
   lane.n_top = 0;
+  lane.late = false;
   lane.sampling = SampleArgs{};
   lane.sampling.top_logprobs = -1;
   if (lane.cur < 0) refuse("cur_len", "is negative");

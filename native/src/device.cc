@@ -46,6 +46,7 @@ CpuDevice::~CpuDevice() {
     abort_.store(true);
   }
   queued_.notify_all();
+  masked_.notify_all();
   dispatcher_.join();
   if (event_fd_ >= 0) close(event_fd_);
 }
@@ -267,6 +268,7 @@ bool CpuDevice::busy() const {
 void CpuDevice::reset() {
   std::unique_lock lock(mutex_);
   abort_.store(true);
+  masked_.notify_all();
   drop_queue(Outcome::needs_reset, "the device was reset");
   moves_.clear();
   done_.wait(lock, [this] { return running_ == nullptr && !moving_; });

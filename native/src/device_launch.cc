@@ -2,6 +2,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "calstack/device.h"
@@ -16,6 +17,8 @@ int64_t now_ns() {
 }
 
 [[noreturn]] void refuse(int lane, const std::string& what) { throw BoundError("lane " + std::to_string(lane) + ": " + what); }
+
+constexpr std::chrono::seconds kMostMaskWait{5};
 
 size_t align64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -175,15 +178,57 @@ void CpuDevice::execute(Slot& slot) {
     for (int b = lane.past / kBlockPositions; lane.cur > 0 && b <= (lane.past + lane.cur - 1) / kBlockPositions; ++b)
       calbin->kv.touch(slot.table(i)[b]);
   }
+  expect_masks(slot);
   slot.started_ns = now_ns();
   const bool ran = known && executor_.run(*calbin, d, abort_);
-  slot.infer_ns = now_ns() - slot.started_ns - d.d2h_ns;
+  slot.infer_ns = now_ns() - slot.started_ns - d.d2h_ns - slot.mask_wait_ns;
   std::lock_guard lock(mutex_);
   running_ = nullptr;
   if (!known) return complete(slot, Outcome::retryable, "the launch that its token comes from did not finish");
+  if (d.dropped && !abort_.load()) return complete(slot, Outcome::retryable, "a mask did not come in time");
   if (!ran) return complete(slot, Outcome::needs_reset, "the device was reset");
   if (d.nan_lane >= 0) return complete(slot, Outcome::failed, ("logits of lane " + std::to_string(d.nan_lane) + " hold NaN").c_str());
   finish(slot);
+}
+
+void CpuDevice::expect_masks(Slot& slot) {
+  LaunchData& d = slot.data;
+  std::lock_guard lock(mutex_);
+  d.dropped = false;
+  d.masks = nullptr;
+  slot.mask_wait_ns = 0;
+  for (int i = 0; i < d.lanes; ++i)
+    if (d.lane[static_cast<size_t>(i)].late) d.masks = [this, &slot] { return await_masks(slot); };
+}
+
+// On the dispatcher, in the middle of a launch. Time spent here is the host's, not the device's.
+bool CpuDevice::await_masks(Slot& slot) {
+  LaunchData& d = slot.data;
+  const int64_t begin = now_ns();
+  std::unique_lock lock(mutex_);
+  const auto late = [&d] { return std::any_of(d.lane.begin(), d.lane.begin() + d.lanes, [](const Lane& l) { return l.late; }); };
+  masked_.wait_for(lock, kMostMaskWait, [&] { return stop_ || abort_.load() || !late(); });
+  slot.mask_wait_ns += now_ns() - begin;
+  return !stop_ && !abort_.load() && !late();
+}
+
+void CpuDevice::give_mask(int64_t ticket, int lane, const uint32_t* words, int count) {
+  std::lock_guard lock(mutex_);
+  for (auto& l : loaded_) {
+    for (auto& slot : l.slots) {
+      const bool open = slot->state == SlotState::queued || slot->state == SlotState::running;
+      if (!open || slot->ticket != ticket || lane < 0 || lane >= slot->data.lanes) continue;
+      Lane& to = slot->data.lane[static_cast<size_t>(lane)];
+      if (!to.late) return;
+      if (words != nullptr && count != slot->mask_words) refuse(lane, "its mask has the wrong size");
+      if (words != nullptr) std::memcpy(slot->mask(lane), words, static_cast<size_t>(count) * sizeof(uint32_t));
+      to.sampling.mask = words != nullptr ? slot->mask(lane) : nullptr;
+      to.late = false;
+      slot->h2d_bytes += static_cast<size_t>(count) * sizeof(uint32_t);
+      masked_.notify_all();
+      return;
+    }
+  }
 }
 
 // Puts ids of earlier launches into their rows and histories; false when one of those launches did not finish.

@@ -88,6 +88,7 @@ bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<b
   for (size_t i = 0; i < calls.size(); ++i) {
     if (abort.load(std::memory_order_relaxed)) return false;
     call(calbin, calls[i], launch);
+    if (launch.dropped) return false;
     if (launch.profile) {
       const int64_t t = now_ns();
       launch.spans[i] = {last - begin, t - last};

@@ -75,6 +75,11 @@ void Executor::copy_logits(float softcap, int vocab, LaunchData& launch, int cou
 }
 
 void Executor::sample(const Call& c, int vocab, LaunchData& launch, int count) {
+  if (launch.masks) {
+    launch.dropped = !launch.masks();
+    launch.masks = nullptr;
+  }
+  if (launch.dropped) return;
   if (launch.strict) {
     for (int i = count - 1; i >= 0; --i) {
       const float* row = scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab);

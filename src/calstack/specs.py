@@ -128,6 +128,7 @@ class EncoderSpec(_Frozen, frozen=True, kw_only=True):
     """What a bidirectional encoder has beyond a decoder's fields: learned positions (`rope` is unused), segments, and its heads."""
 
     types: int  # segments (token types)
+    positions: int  # rows of the position table; `context` may be less
     labels: tuple[str, ...] = ()  # classes of the sequence classifier; empty = there is none
     pooling: Literal["none", "mean", "cls"] = "none"  # how a text's embedding is made of its tokens' states
     normalise: bool = False  # embeddings have length 1

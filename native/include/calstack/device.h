@@ -36,7 +36,7 @@ class Slot {
   int64_t ticket = -1;
   Outcome outcome = Outcome::ok;
   std::string error;
-  int64_t submitted_ns = 0, started_ns = 0, finished_ns = 0, h2d_ns = 0, infer_ns = 0;
+  int64_t submitted_ns = 0, started_ns = 0, finished_ns = 0, h2d_ns = 0, infer_ns = 0, mask_wait_ns = 0;
   size_t h2d_bytes = 0;
 
   // Per-lane arrays with their capacities, filled by whoever prepares the launch.
@@ -92,6 +92,8 @@ class CpuDevice {
   // The finished slot of a ticket, or null after `timeout_ns`; BoundError when the ticket is unknown. `release` it after use.
   Slot* wait(int64_t ticket, int64_t timeout_ns);
   bool cancel(int64_t ticket);
+  // The mask of a late lane (null: all allowed); ignored when the launch has ended or the lane waits for none.
+  void give_mask(int64_t ticket, int lane, const uint32_t* words, int count);
   int event_fd() const { return event_fd_; }
 
   // Moves blocks in order, after the launches queued so far. Copies and clears are queued behind them; with a save or a restore,
@@ -143,6 +145,8 @@ class CpuDevice {
   void apply_moves();
   void execute(Slot& slot);
   bool resolve_tokens(Slot& slot);
+  void expect_masks(Slot& slot);
+  bool await_masks(Slot& slot);
   void finish(Slot& slot);
   void complete(Slot& slot, Outcome outcome, const char* error);
   void drop_queue(Outcome outcome, const char* error);
@@ -157,7 +161,7 @@ class CpuDevice {
   int event_fd_ = -1;
 
   mutable std::mutex mutex_;
-  std::condition_variable queued_, done_;
+  std::condition_variable queued_, done_, masked_;
   std::vector<Loaded> loaded_;
   std::vector<Slot*> queue_;  // ring of options_.queue_depth
   int head_ = 0, waiting_ = 0;

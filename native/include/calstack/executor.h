@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -121,6 +122,7 @@ constexpr int kHeadRows = 64;   // rows that lm_head takes at once
 struct Lane {
   int past = 0, cur = 0, first_row = 0;
   bool emit = false, all_logits = false, last_logits = false, failed = false;
+  bool late = false;  // the mask is still to come; guarded by the device once the launch is queued
   int64_t from_ticket = -1;  // token source: an earlier launch, or -1
   int from_lane = 0;
   SampleArgs sampling{};
@@ -148,7 +150,9 @@ struct LaunchData {
   std::vector<CallSpan> spans;
   int64_t d2h_ns = 0;
   size_t d2h_bytes = 0;
-  int nan_lane = -1;  // strict: first lane whose logits hold a NaN
+  std::function<bool()> masks;  // set when lanes are late: waits until their masks are there; false when they will not come
+  bool dropped = false;         // they did not come
+  int nan_lane = -1;            // strict: first lane whose logits hold a NaN
 };
 
 // A loaded calbin on this device.
@@ -180,7 +184,7 @@ class Executor {
   void prepare(const Calbin& calbin);
   size_t scratch_bytes() const;
 
-  // Runs the launch's program. False when `abort` was set between two calls.
+  // Runs the launch's program. False when `abort` was set between two calls, or when masks did not come.
   bool run(const Calbin& calbin, LaunchData& launch, const std::atomic<bool>& abort);
 
  private:

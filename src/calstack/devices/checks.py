@@ -33,12 +33,13 @@ class Bounds:
     vocab: int
     kv_blocks: int
     block_positions: int
+    late_masks: bool = False
 
     @classmethod
-    def of(cls, manifest: Manifest, kv_blocks: int) -> Bounds:
-        """Bounds of a calbin loaded with `kv_blocks` KV blocks."""
+    def of(cls, manifest: Manifest, kv_blocks: int, *, late_masks: bool = False) -> Bounds:
+        """Bounds of a calbin loaded with `kv_blocks` KV blocks on a device that takes late masks or not."""
         submodels = {s.key: s for s in manifest.submodels}
-        return cls(submodels, manifest.model.vocab, kv_blocks, manifest.kv.block_positions)
+        return cls(submodels, manifest.model.vocab, kv_blocks, manifest.kv.block_positions, late_masks)
 
 
 def check_launch(launch: Launch, bounds: Bounds, *, strict: bool = False) -> Submodel:
@@ -85,7 +86,7 @@ def _check_lane(index: int, lane: LaneInput, submodel: Submodel, bounds: Bounds)
     _check_blocks(index, lane.blocks, -(-end // bounds.block_positions), bounds.kv_blocks)
     _check_tokens(index, lane, bounds.vocab)
     if lane.emit:
-        _check_emit(index, lane, submodel, bounds.vocab)
+        _check_emit(index, lane, submodel, bounds)
     return lane.cur_len
 
 
@@ -121,7 +122,8 @@ def _extremes(values: Sequence[int] | npt.NDArray[np.int32]) -> tuple[int, int]:
     return min(values), max(values)
 
 
-def _check_emit(index: int, lane: LaneInput, submodel: Submodel, vocab: int) -> None:
+def _check_emit(index: int, lane: LaneInput, submodel: Submodel, bounds: Bounds) -> None:
+    vocab = bounds.vocab
     if lane.sampling is None:
         _refuse(index, "emit needs sampling")
     if lane.draw is None and not lane.sampling.greedy:
@@ -130,6 +132,8 @@ def _check_emit(index: int, lane: LaneInput, submodel: Submodel, vocab: int) -> 
         _refuse(index, f"top_logprobs {lane.top_logprobs}, at most {MOST_TOP_LOGPROBS}")
     if lane.mask is not None and not _fits(lane.mask, mask_words(vocab)):
         _refuse(index, f"the mask must be {mask_words(vocab)} contiguous 32-bit words")
+    if lane.late_mask and (lane.mask is not None or not bounds.late_masks):
+        _refuse(index, "a late mask comes with give_mask alone, on a device with late inputs")
     if lane.sampling.needs_history:
         _check_ids(index, "history token", lane.prompt_history, vocab)
         _check_ids(index, "history token", lane.output_history, vocab)

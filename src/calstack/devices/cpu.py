@@ -72,7 +72,7 @@ class CpuDevice:
             link_gb_s=0.0,
             threads=threads,
             queue_depth=options.queue_depth,
-            late_inputs=False,
+            late_inputs=True,
         )
 
     def info(self) -> DeviceInfo:
@@ -85,7 +85,7 @@ class CpuDevice:
         opened = open_calbin(calbin)
         handle = native.load(build_calbin(opened, kv_blocks))
         programs = {s.key: i for i, s in enumerate(opened.manifest.submodels)}
-        self._bounds[handle] = Bounds.of(opened.manifest, kv_blocks), programs
+        self._bounds[handle] = Bounds.of(opened.manifest, kv_blocks, late_masks=True), programs
         return handle
 
     def unload(self, calbin: CalbinHandle) -> None:
@@ -130,7 +130,8 @@ class CpuDevice:
             return native.submit(launch.calbin, programs[launch.submodel], launch.lanes, launch.profile)
 
     def give_mask(self, ticket: Ticket, lane: int, mask: npt.NDArray[np.int32] | None) -> None:
-        raise DeviceError("masks come with the launch", where="cpu", remedy="see DeviceInfo.late_inputs")
+        with _translated():
+            self._open().give_mask(ticket, lane, None if mask is None else mask.view("uint32"))
 
     def wait(self, ticket: Ticket, timeout_s: float) -> Completion | None:
         if ticket < 0 and (written := self._writes.claim(ticket)) is not None:

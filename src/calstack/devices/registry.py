@@ -1,4 +1,4 @@
-"""Devices by name: the built-in ones, and those of the entry-point group `calstack.devices`.
+"""Devices by name: the built-in ones (`faults:NAME?…` wraps any), and those of the entry-point group `calstack.devices`.
 
 A vendor's entry point names a callable that takes OpenOptions and gives a Device.
 """
@@ -9,12 +9,14 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from calstack.devices.base import Device, OpenOptions
+from calstack.devices.faults import open_faults
 from calstack.errors import UsageError
 
 __all__ = ["GROUP", "device_names", "open_device"]
 
 GROUP = "calstack.devices"
 
+_FAULTS = "faults:"
 _Opener = Callable[[OpenOptions], Device]
 
 
@@ -47,6 +49,8 @@ def open_device(name: str, options: OpenOptions | None = None) -> Device:
     options = options or OpenOptions()
     if options.completion not in {"event", "poll"}:
         raise UsageError(f"completion {options.completion!r} is not known", where="--completion", remedy="use event or poll")
+    if name.startswith(_FAULTS):
+        return open_faults(name.removeprefix(_FAULTS), options, open_device)
     if name in _BUILT_IN:
         return _BUILT_IN[name](options)
     for entry in entry_points(group=GROUP, name=name):

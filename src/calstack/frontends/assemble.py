@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from calstack.errors import UnsupportedError
-from calstack.frontends.arch import build_graphs
+from calstack.frontends.arch import build_graphs, family_of
 from calstack.frontends.reading import bad
 from calstack.graph.names import KIND_KEY
 from calstack.specs import Role
@@ -64,8 +64,9 @@ def attach_weights(
     needed = {name: value for name, value in first.graph.initializers.items() if value.const_value is None}
     for name, value in needed.items():
         _check(name, value, tensors, path, source_name(name))
+    optional = family_of(spec.arch, str(path)).optional
     for name in tensors:
-        if name not in needed:
+        if name not in needed and not name.startswith(optional):
             raise UnsupportedError(
                 f"{spec.arch} models with this tensor are not supported",
                 where=f"{path}: tensor {source_name(name)!r}",

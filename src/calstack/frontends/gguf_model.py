@@ -142,7 +142,7 @@ def spec_of(file: GGUFFile) -> ModelSpec:
         "vocab": vocab,
         "context": meta.integer(f"{arch}.context_length", 1, limits.MAX_CONTEXT),
         "rope": _rope(file, arch, head_dim),
-        "norm_eps": meta.number(f"{arch}.attention.layer_norm_rms_epsilon", 1e-12, 1.0),
+        "norm_eps": meta.number(f"{arch}.attention.layer_norm_{'' if family.encoder else 'rms_'}epsilon", 1e-13, 1.0),
         "qk_norm": family.qk_norm,
         "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "o_bias": "blk.0.attn_output.bias" in file.tensors,

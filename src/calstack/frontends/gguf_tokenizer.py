@@ -1,4 +1,4 @@
-"""A HF tokenizer.json from a GGUF file's vocabulary: byte-level BPE with the pre-tokeniser the file names, or SentencePiece BPE."""
+"""A HF tokenizer.json from a GGUF file's vocabulary: byte-level BPE with the pre-tokeniser the file names, SentencePiece BPE, WordPiece."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from calstack.errors import UnsupportedError
 from calstack.frontends.gguf_spm import sentencepiece_tokenizer
+from calstack.frontends.gguf_wordpiece import wordpiece_tokenizer
 from calstack.frontends.reading import bad
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _pre_of(meta: Metadata) -> Pre:
         raise UnsupportedError(
             f"the tokenizer model {kind[:32]!r} is not supported",
             where=f"{meta.path}: tokenizer.ggml.model",
-            remedy="supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)",
+            remedy="supported: gpt2 (byte-level BPE), llama (SentencePiece BPE), bert (WordPiece)",
         )
     name = meta.text("tokenizer.ggml.pre", "default")
     if name not in PRE:
@@ -126,6 +127,8 @@ def build_tokenizer(meta: Metadata, rows: int) -> bytes:
     vocabulary = _vocabulary(meta, rows)
     if meta.text("tokenizer.ggml.model") == "llama":
         return _finished(sentencepiece_tokenizer(meta, vocabulary), meta, vocabulary)
+    if meta.text("tokenizer.ggml.model") == "bert":
+        return _finished(wordpiece_tokenizer(meta, vocabulary), meta, vocabulary)
     pre = _pre_of(meta)
     tokenizer = Tokenizer(models.BPE(vocabulary, _merges(meta, vocabulary), ignore_merges=pre.whole_words))
     if pre.nfc:

@@ -13,6 +13,7 @@ from calstack.frontends import limits
 from calstack.frontends.arch import family_of
 from calstack.frontends.assemble import attach_weights, check_layers
 from calstack.frontends.hf_config import empty, generation_of, spec_of
+from calstack.frontends.hf_pooling import with_pooling
 from calstack.frontends.metadata import Metadata
 from calstack.frontends.normalise import normalise
 from calstack.frontends.reading import bad, hash_files, inside, read_json, read_small
@@ -32,7 +33,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_TOKENIZER_BYTES = 128 << 20
 _MAX_SHARDS = 10_000
-_DERIVED = ".rotary_emb.inv_freq"  # old checkpoints store what the config says
+_DERIVED = (".rotary_emb.inv_freq", "embeddings.position_ids")  # old checkpoints store what the config says
 
 
 def open_hf(directory: Path, *, progress: Progress) -> GraphBundle:
@@ -42,7 +43,7 @@ def open_hf(directory: Path, *, progress: Progress) -> GraphBundle:
     """
     path = directory / "config.json"
     config = Metadata(path, read_json(path, _MAX_CONFIG_BYTES))
-    spec = spec_of(config, name=_name(directory, config))
+    spec = with_pooling(spec_of(config, name=_name(directory, config)), directory)
     tokenizer_json, tokenizer = _tokenizer(directory / "tokenizer.json", spec)
     generation, ends = generation_of(_optional(directory / "generation_config.json"), spec)
     spec = msgspec.structs.replace(spec, eos_ids=ends, add_bos=_adds_bos(tokenizer, spec))
@@ -100,12 +101,11 @@ def _weights(directory: Path, spec: ModelSpec) -> tuple[dict[str, MappedTensor],
     shards = _shards(directory)
     tensors: dict[str, MappedTensor] = {}
     for path, listed in shards.items():
-        held = read_safetensors(path)
-        for name in listed if listed is not None else held:
+        held = read_safetensors(path, skip=_DERIVED)
+        for name in [n for n in listed if not n.endswith(_DERIVED)] if listed is not None else held:
             if name not in held:
                 bad(path, f"tensor {name[:120]!r}", "the index promises this tensor here")
             tensors[name] = held[name]
-    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_DERIVED)}
     if spec.tied_embeddings:
         _drop_tied_head(directory, tensors)
     return tensors, list(shards)

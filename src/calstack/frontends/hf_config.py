@@ -48,7 +48,7 @@ def spec_of(config: Metadata, *, name: str) -> ModelSpec:
         "vocab": vocab,
         "context": context,
         "rope": _rope(config, head_dim),
-        "norm_eps": config.number("rms_norm_eps", 1e-12, 1.0),
+        "norm_eps": config.number("layer_norm_eps" if family.encoder and "layer_norm_eps" in config else "rms_norm_eps", 1e-12, 1.0),
         "activation": _activation(config),
         "qk_norm": family.qk_norm,
         "qkv_bias": bias,

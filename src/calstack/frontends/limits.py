@@ -13,8 +13,10 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_HEADS",
     "MAX_HEAD_DIM",
+    "MAX_LABELS",
     "MAX_LAYERS",
     "MAX_TEMPLATE_BYTES",
+    "MAX_TYPES",
     "MAX_VOCAB",
     "MAX_WIDTH",
     "check_relations",
@@ -26,6 +28,8 @@ MAX_WIDTH = 1 << 18  # hidden and intermediate
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 1024
 MAX_EXPERTS = 1024
+MAX_TYPES = 1024
+MAX_LABELS = 1 << 16
 MAX_VOCAB = 1 << 22
 MAX_CONTEXT = 1 << 24
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -65,6 +69,10 @@ def check_spec(spec: ModelSpec, path: Path) -> None:
         integers["moe.experts"] = (spec.moe.experts, MAX_EXPERTS)
         integers["moe.top_k"] = (spec.moe.top_k, MAX_EXPERTS)
         integers["moe.intermediate"] = (spec.moe.intermediate, MAX_WIDTH)
+    if spec.encoder is not None:
+        integers["encoder.types"] = (spec.encoder.types, MAX_TYPES)
+        integers["encoder.positions"] = (spec.encoder.positions, MAX_CONTEXT)
+        integers["encoder.labels"] = (len(spec.encoder.labels) + 1, MAX_LABELS + 1)
     if spec.sliding_window or spec.full_attention_every:
         integers["sliding_window"] = (spec.sliding_window, MAX_CONTEXT)
         integers["full_attention_every"] = (spec.full_attention_every + 1, MAX_LAYERS + 1)

@@ -54,7 +54,7 @@ def open_onnx_dir(directory: Path, *, progress: Progress) -> GraphBundle:
     index = _read_index(directory / layout.INDEX)
     limits.check_spec(index.spec, directory / layout.INDEX)
     roles = (Role.PREFILL, Role.DECODE) if index.spec.encoder is None else (Role.ENCODE,)
-    graphs = {role: _read_graph(directory / layout.GRAPHS[role]) for role in roles}
+    graphs = {role: _read_graph(directory / layout.GRAPHS[role], encoder=role is Role.ENCODE) for role in roles}
     spec = _spec_of_graphs(index, directory, graphs)
     reader, first = FloatReader(directory), roles[0]
     floats = {name: reader.tensor(directory / layout.GRAPHS[first], value) for name, value in weights_of(graphs[first].graph).items()}
@@ -88,7 +88,7 @@ def _read_index(path: Path) -> layout.Index:
         bad(path, "", f"not an index: {str(error)[:160]}")
 
 
-def _read_graph(path: Path) -> ir.Model:
+def _read_graph(path: Path, *, encoder: bool) -> ir.Model:
     data = read_small(path, _MAX_GRAPH_BYTES)
     try:
         import onnx
@@ -99,7 +99,7 @@ def _read_graph(path: Path) -> ir.Model:
             model = ir.from_proto(proto)
     except Exception as error:
         raise SourceError(f"not an ONNX model: {str(error)[:120]}", where=str(path), remedy="write the directory anew") from error
-    verify(model, str(path))
+    verify(model, str(path), encoder=encoder)
     return model
 
 

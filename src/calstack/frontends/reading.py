@@ -15,7 +15,7 @@ from calstack.calbin.manifest import SourceFile
 from calstack.errors import SourceError
 from calstack.progress import Progress
 
-__all__ = ["DAMAGED", "bad", "hash_files", "inside", "map_file", "parse_json", "read_json", "read_small"]
+__all__ = ["DAMAGED", "bad", "hash_files", "inside", "map_file", "parse_array", "parse_json", "read_json", "read_small"]
 
 DAMAGED = "the file is damaged or incomplete; fetch it again"
 _HASH_CHUNK = 1 << 22
@@ -58,12 +58,24 @@ def read_small(path: Path, limit: int) -> bytes:
         bad(path, "", f"cannot be read: {error.strerror}", "check the path and its permissions")
 
 
-def parse_json(path: Path, field: str, data: bytes) -> dict[str, Any]:
-    """A JSON object; duplicate keys, deep nesting and other types at the top are refused."""
+def _parse(path: Path, field: str, data: bytes) -> Any:
     try:
-        value = json.loads(data, object_pairs_hook=_unique)
+        return json.loads(data, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         bad(path, field, f"not valid JSON: {str(error)[:120]}")
+
+
+def parse_array(path: Path, data: bytes) -> list[Any]:
+    """A JSON array; duplicate keys, deep nesting and other types at the top are refused."""
+    value = _parse(path, "", data)
+    if not isinstance(value, list):
+        bad(path, "", "not a JSON array")
+    return value
+
+
+def parse_json(path: Path, field: str, data: bytes) -> dict[str, Any]:
+    """A JSON object; duplicate keys, deep nesting and other types at the top are refused."""
+    value = _parse(path, field, data)
     if not isinstance(value, dict):
         bad(path, field, "not a JSON object")
     return value

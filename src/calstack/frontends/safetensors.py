@@ -24,17 +24,26 @@ _OTHERS = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", 
 _MAX_DIMS = 8
 
 
-def read_safetensors(path: Path) -> dict[str, MappedTensor]:
-    """Tensors by name.
+def read_safetensors(path: Path, *, skip: tuple[str, ...] = ()) -> dict[str, MappedTensor]:
+    """Tensors by name; those whose name ends as `skip` says are left out, whatever their element type.
 
     Raises SourceError when the file is damaged, UnsupportedError for an element type other than f32, f16, bf16.
     """
     data = map_file(path)
     start, header = _header(path, data)
     header.pop("__metadata__", None)
-    tensors = {name: _tensor(path, data, start, name, entry) for name, entry in header.items()}
-    _check_layout(path, tensors, start, len(data))
+    tensors = {name: _tensor(path, data, start, name, entry) for name, entry in header.items() if not name.endswith(skip)}
+    spans = {name: (tensor.offset, tensor.nbytes) for name, tensor in tensors.items()}
+    spans |= {name: _span(path, start, name, entry) for name, entry in header.items() if name not in tensors}
+    _check_layout(path, spans, start, len(data))
     return tensors
+
+
+def _span(path: Path, start: int, name: str, entry: Any) -> tuple[int, int]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if offsets is None or not _naturals(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        bad(path, f"tensor {name[:120]!r}", f"the data_offsets {str(offsets)[:60]} are not [begin, end]")
+    return start + offsets[0], offsets[1] - offsets[0]
 
 
 def _header(path: Path, data: mmap.mmap) -> tuple[int, dict[str, Any]]:
@@ -75,12 +84,12 @@ def _naturals(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 62 for v in values)
 
 
-def _check_layout(path: Path, tensors: dict[str, MappedTensor], start: int, end: int) -> None:
+def _check_layout(path: Path, spans: dict[str, tuple[int, int]], start: int, end: int) -> None:
     """Tensors lie one after another without gaps or overlaps, up to the end of the file, as the format demands."""
     at = start
-    for tensor in sorted(tensors.values(), key=lambda t: t.offset):
-        if tensor.offset != at:
-            bad(path, f"tensor {tensor.name[:120]!r}", "its bytes overlap another tensor's or leave a gap")
-        at += tensor.nbytes
+    for name, (offset, nbytes) in sorted(spans.items(), key=lambda item: item[1]):
+        if offset != at:
+            bad(path, f"tensor {name[:120]!r}", "its bytes overlap another tensor's or leave a gap")
+        at += nbytes
     if at != end:
         bad(path, "", f"the file is oversized: {end - at} bytes follow the last tensor")

@@ -1,4 +1,4 @@
-"""onnxruntime runs the graphs: the oracle that goldens and the quality card are measured against.
+"""onnxruntime runs the graphs of decoders: the oracle that goldens and the quality card are measured against.
 
 Weights are fed as inputs, one segment of the graph at a time: nothing is written to disk, no weight is held twice, and a model
 whose floats exceed `budget_bytes` runs layer by layer.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, npt.NDArray[Any]]
 
-__all__ = ["Oracle", "Phase"]
+__all__ = ["Oracle", "Phase", "open_segment", "third_of_memory"]
 
 Phase = Literal["prefill", "decode"]
 
@@ -37,7 +37,8 @@ class _Loaded:
     weights: Arrays
 
 
-def _third_of_memory() -> int:
+def third_of_memory() -> int:
+    """Bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
 
 
@@ -55,7 +56,7 @@ class Oracle:
         model = bundle.prefill if phase == "prefill" else bundle.decode
         self._graph = model.graph
         self._threads = threads
-        self._segments = split_graph(model, budget_bytes or _third_of_memory())
+        self._segments = split_graph(model, budget_bytes or third_of_memory())
         self._kept: _Loaded | None = None  # the only segment of a model that fits
 
     def logits(self, ids: Sequence[int], *, chunk: int = 512) -> npt.NDArray[np.float32]:
@@ -104,14 +105,15 @@ class Oracle:
     def _load(self, segment: Segment) -> _Loaded:
         if self._kept is not None and self._kept.segment is segment:
             return self._kept
-        loaded = _Loaded(segment, _session(segment, self._threads), _weights(segment))
+        loaded = _Loaded(segment, *open_segment(segment, self._threads))
         if len(self._segments) == 1:
             self._kept = loaded
         return loaded
 
 
-def _weights(segment: Segment) -> Arrays:
-    return {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in segment.weights.items()}
+def open_segment(segment: Segment, threads: int) -> tuple[ort.InferenceSession, Arrays]:
+    """A session for a segment and its weights, which are inputs."""
+    return _session(segment, threads), {name: np.ascontiguousarray(tensor.numpy()) for name, tensor in segment.weights.items()}
 
 
 def _session(segment: Segment, threads: int) -> ort.InferenceSession:

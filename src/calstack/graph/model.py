@@ -3,21 +3,49 @@
 The graphs are the interface. The compiler derives programs by walking `prefill` / `decode`; it reads ModelSpec only for facts a
 graph does not hold (limits, token ids).
 
-Canonical form of a decoder graph (opset 24, standard operators, HF parameter names as initializer names):
+Canonical form of a decoder graph (opset 24, standard operators, HF parameter names as initializer names; [] = where the spec says so):
 
-    x = Gather(embed_tokens.weight, input_ids)            [* embed_scale]
-    cos, sin = Cos/Sin(Cast(positions) * inv_freq)        shared by all layers that share a rope
-    per layer: h = RMSNormalization(x, input_layernorm.weight)
+    x = Gather(embed_tokens.weight, input_ids)            [* embed_scale, a constant]
+    cos, sin = Cos/Sin(Cast(positions) * inv_freq)        one table per rope: shared by all layers, or one for layers with a
+                                                          sliding window (inv_freq.local) and one for the others
+    [mask = Less(Unsqueeze(positions, [1, 3]) - Range(0, Squeeze(Shape(kv.0.k)[2] + Shape(positions)[1]), 1), window)]
+                                                          bool [batch, 1, q_len, past + q_len]; shared by all layers that slide
+    per layer: h = Norm(x, input_layernorm.weight)
                q, k, v = MatMul(h, Transpose(*_proj.weight)) [+ Add(bias)]
-               [q, k = RMSNormalization per head]; q, k = RotaryEmbedding(q, cos, sin)
-               a, kv.N.k.out, kv.N.v.out = Attention(q, k, v, , kv.N.k, kv.N.v; is_causal, scale, softcap, heads)
-               x = Add(x, MatMul(a, Transpose(o_proj.weight)))
-               h = RMSNormalization(x, post_attention_layernorm.weight)
-               g, u = MatMul(h, gate), MatMul(h, up); x = Add(x, MatMul(Mul(Mul(g, Sigmoid(g)), u), down))
-    logits = MatMul(RMSNormalization(x, norm.weight), Transpose(lm_head.weight))   (tied: the embedding initializer itself)
+               [q, k = Norm per head]; q, k = RotaryEmbedding(q, cos, sin; [rotary_embedding_dim])
+               a, kv.N.k.out, kv.N.v.out = Attention(q, k, v, [mask], kv.N.k, kv.N.v; is_causal, scale, [softcap], heads)
+               x = Add(x, y),  y = MatMul(a, Transpose(o_proj.weight)) [+ bias]
+               h = Norm(x, post_attention_layernorm.weight)
+               x = Add(x, y),  y = one of
+                   MatMul(Mul(act(g), u), Transpose(down_proj.weight)),  g, u = MatMul(h, gate), MatMul(h, up)
+                   calbin::MoE(h, mlp.gate.weight, mlp.experts.{gate,up,down}_proj.weight; top_k, renormalise)   (graph/moe.py)
+    logits = MatMul(Norm(x, norm.weight), Transpose(lm_head.weight))   (tied: the embedding initializer itself)
+             [= Mul(Tanh(Div(logits, cap)), cap)]
+
+Norm is RMSNormalization(x, weight) or, for `rms_plus_one`, RMSNormalization(x, Add(weight, 1)). act(g) is Mul(g, Sigmoid(g)) or
+Gelu(g; approximate). With `post_norms` each y passes a norm before it is added, and the MLP's norm has another name:
+
+    x = Add(x, Norm(y, post_attention_layernorm.weight)); h = Norm(x, pre_feedforward_layernorm.weight)
+    x = Add(x, Norm(y, post_feedforward_layernorm.weight))
+
+Parameters that a source stores in another form (q, k, v or gate, up in one; each expert alone) come in the form above: rows of a
+stored tensor lie as they were, so block bytes stay what they are. Expert weights are [experts, rows, inputs].
 
 Inputs: input_ids [batch, q_len] i64, positions [batch, q_len] i64, past_kv_cur_seq_len [batch] i64 (semantic CSR),
 kv.<layer>.k / .v [batch, kv_heads, past, head_dim]; optional embeds [batch, q_len, hidden] is reserved.
+
+Canonical form of an encoder graph (role encode):
+
+    x = LayerNormalization(word[input_ids] + type[token_type_ids] + position[positions], weight, bias)
+    used = Less(Range(0, q_len, 1), Unsqueeze(cur_seq_len, [1]));  mask = used, expanded to [batch, 1, q_len, q_len]
+    per layer: q, k, v = MatMul + bias of x;  a = Attention(q, k, v, mask; is_causal 0, scale, heads)
+               x = LayerNormalization(Add(x, MatMul(a, attention.output.dense) + bias), weight, bias)
+               x = LayerNormalization(Add(x, MatMul(Gelu(MatMul(x, intermediate.dense) + bias), output.dense) + bias), weight, bias)
+    hidden = x [batch, q_len, hidden] (rows from cur_seq_len on mean nothing)
+    [embedding = ReduceSum(x * used) / cur_seq_len, or Gather(x, 0, axis 1);  [LpNormalization(embedding; p 2)]]      [batch, hidden]
+    [scores = MatMul(Tanh(MatMul(Gather(x, 0, axis 1), pooler.dense) + bias), classifier) + bias]                    [batch, labels]
+
+Inputs: input_ids, positions, token_type_ids [batch, q_len] i64, cur_seq_len [batch] i64.
 """
 
 from __future__ import annotations

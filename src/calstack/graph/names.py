@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 
 __all__ = [
+    "CUR_LEN",
+    "EMBEDDING",
     "EMBEDS",
+    "HIDDEN",
     "INPUT_IDS",
     "INV_FREQ",
     "KIND_KEY",
@@ -13,6 +16,8 @@ __all__ = [
     "LOGITS",
     "PAST_LEN",
     "POSITIONS",
+    "SCORES",
+    "TYPE_IDS",
     "is_kv",
     "kv_in",
     "kv_number",
@@ -23,6 +28,9 @@ INPUT_IDS = "input_ids"
 POSITIONS = "positions"
 PAST_LEN = "past_kv_cur_seq_len"
 LOGITS = "logits"
+TYPE_IDS = "token_type_ids"
+CUR_LEN = "cur_seq_len"
+HIDDEN, EMBEDDING, SCORES = "hidden", "embedding", "scores"  # of an encoder
 EMBEDS = "embeds"  # reserved
 INV_FREQ = "inv_freq"
 LOCAL_INV_FREQ = "inv_freq.local"  # of layers with a sliding window, where theirs differs

@@ -8,12 +8,27 @@ import onnx_ir as ir
 
 from calstack.errors import SourceError
 from calstack.graph.moe import DOMAIN, NAME, is_moe, same_body
-from calstack.graph.names import INPUT_IDS, LOGITS, PAST_LEN, POSITIONS, is_kv, kv_in, kv_out
+from calstack.graph.names import (
+    CUR_LEN,
+    EMBEDDING,
+    HIDDEN,
+    INPUT_IDS,
+    LOGITS,
+    PAST_LEN,
+    POSITIONS,
+    SCORES,
+    TYPE_IDS,
+    is_kv,
+    kv_in,
+    kv_out,
+)
 from calstack.graph.walk import kv_layers, name_of, read_values, weights_of
 
 __all__ = ["OPSETS", "verify"]
 
 OPSETS = range(23, 25)  # with Attention, RMSNormalization and RotaryEmbedding, and native kernels in onnxruntime
+_ENCODER_INPUTS = {INPUT_IDS: 2, POSITIONS: 2, TYPE_IDS: 2, CUR_LEN: 1}  # ranks
+_ENCODER_OUTPUTS = {HIDDEN: 3, EMBEDDING: 2, SCORES: 2}
 _MAX_NODES = 1_000_000
 _MAX_DIM = 1024
 _MAX_CONSTANT_BYTES = 1 << 24
@@ -21,11 +36,11 @@ _MAX_CONSTANT_BYTES = 1 << 24
 Broken = Iterator[tuple[str, str]]  # where, what
 
 
-def verify(model: ir.Model, where: str) -> None:
+def verify(model: ir.Model, where: str, *, encoder: bool = False) -> None:
     """Raise SourceError naming the first broken rule and its node or value."""
-    for rule in _RULES:
+    for rule in _ENCODER_RULES if encoder else _DECODER_RULES:
         for place, what in rule(model):
-            raise SourceError(what, where=f"{where}: {place}" if place else where, remedy="keep the canonical form of a decoder graph")
+            raise SourceError(what, where=f"{where}: {place}" if place else where, remedy="keep the canonical form of graph/model.py")
 
 
 def _opset(model: ir.Model) -> Broken:
@@ -83,6 +98,22 @@ def _kv_of_layer(graph: ir.Graph, layer: int) -> Broken:
 def _logits(model: ir.Model) -> Broken:
     outputs = {name_of(value): value for value in model.graph.outputs}
     yield from _is_tensor(outputs.get(LOGITS), LOGITS, ir.DataType.FLOAT, 3)
+
+
+def _encoder_ends(model: ir.Model) -> Broken:
+    inputs = {name_of(value): value for value in model.graph.inputs}
+    for name, rank in _ENCODER_INPUTS.items():
+        yield from _is_tensor(inputs.get(name), name, ir.DataType.INT64, rank)
+    for name in inputs:
+        if name not in _ENCODER_INPUTS:
+            yield f"input {name[:80]!r}", "this input has no meaning here"
+    for value in model.graph.outputs:
+        if (name := name_of(value)) not in _ENCODER_OUTPUTS:
+            yield f"output {name[:80]!r}", "this output has no meaning here"
+        else:
+            yield from _is_tensor(value, name, ir.DataType.FLOAT, _ENCODER_OUTPUTS[name])
+    if not model.graph.outputs:
+        yield "outputs", "there is none"
 
 
 def _initializers(model: ir.Model) -> Broken:
@@ -156,4 +187,6 @@ def _shown(node: ir.Node) -> str:
     return f"{name[:80]!r} ({node.op_type[:40]})"
 
 
-_RULES: tuple[Callable[[ir.Model], Broken], ...] = (_opset, _inputs, _kv, _logits, _initializers, _constants, _values, _nodes, _functions)
+_ALL: tuple[Callable[[ir.Model], Broken], ...] = (_initializers, _constants, _values, _nodes, _functions)
+_DECODER_RULES = (_opset, _inputs, _kv, _logits, *_ALL)
+_ENCODER_RULES = (_opset, _encoder_ends, *_ALL)

@@ -16,6 +16,7 @@ from pathlib import Path
 from calstack.clock import Clock, MonotonicClock
 from calstack.devices.base import ChipMemory, Completion, Device, KVMove, KVMoveKind, LaneInput, Launch, QueueFull, Ticket, TokenFrom
 from calstack.errors import CancelledError, DeviceError, DeviceFatal, DeviceNeedsReset, DeviceRetryable
+from calstack.runtime.answer import bad_answer
 from calstack.runtime.facts import CalbinFacts
 from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent
 from calstack.runtime.recorder import FlightRecorder, LaunchRecord
@@ -218,7 +219,7 @@ class Runtime:
 
     def _end(self, flight: _Flight, completion: Completion) -> None:
         """Act on the end of the oldest flying launch."""
-        error = completion.error
+        error = completion.error or bad_answer(flight.plan, completion, self.facts.vocab)
         if error is None:
             self._flying.popleft()
             self._tickets.pop(flight.plan.id, None)
@@ -289,14 +290,24 @@ class Runtime:
         self._void.clear()
         self._tickets.clear()
         self._sampled.clear()
-        try:
-            self.device.reset()
-        except DeviceError as error:
-            raise DeviceFatal(f"reset failed: {error.what}", where=error.where, remedy="restart the engine") from error
+        self._reset_device()
         for ticket in lost:
             with contextlib.suppress(DeviceError):  # a device may have forgotten it
                 self.device.poll(ticket)
         self._events.append(DeviceWasReset(cause))
+
+    def _reset_device(self) -> None:
+        """Reset, and try again when that fails; DeviceFatal when it goes on failing."""
+        for attempt in range(self._options.max_resets):
+            try:
+                self.device.reset()
+            except DeviceFatal:
+                raise
+            except DeviceError as error:
+                if attempt + 1 == self._options.max_resets:
+                    raise DeviceFatal(f"reset failed: {error.what}", where=error.where, remedy="restart the engine") from error
+            else:
+                return
 
 
 def _ticket(flight: _Flight) -> Ticket:

@@ -421,3 +421,68 @@ def test_moves_wait_for_the_launches_before_them_and_submit_waits_for_neither(sl
     assert slow.claim(again).lanes[0].token == want[1]
     if slow.device.info().name != "null":  # its time does not pass by itself
         assert took < 5e-3
+
+
+# --- late masks -----------------------------------------------------------------------------------------------------------
+
+
+def _only(tiny, token: int):
+    mask = np.zeros(-(-tiny.vocab // 32), np.int32)
+    mask[token // 32] = np.int32(1) << (token % 32)
+    return mask
+
+
+def _late(rig: Rig, *lanes: LaneInput) -> int:
+    if not rig.device.info().late_inputs:
+        with pytest.raises(DeviceError):
+            rig.device.submit(rig.launch(*lanes))
+        pytest.skip("the device takes no late inputs, and says so")
+    return rig.device.submit(rig.launch(*lanes))
+
+
+def test_a_late_mask_acts_as_one_that_came_with_the_launch(rig):
+    ticket = _late(rig, lane(0, PROMPT, late_mask=True), lane(0, PROMPT, range(36, 72)))
+    assert rig.device.wait(ticket, 0.05) is None, "the launch waits for its mask"
+    rig.device.give_mask(ticket, 0, _only(rig.tiny, 23))
+    done = rig.claim(ticket)
+    free = rig.run(lane(0, PROMPT)).lanes[0].token
+    assert [out.token for out in done.lanes] == [23, free]
+    assert done.infer_ns < 50e6, "waiting for a mask is not the device's time"
+
+
+def test_a_late_mask_may_come_before_its_launch_runs_and_again_after_its_end(rig):
+    first = rig.device.submit(rig.launch(lane(0, PROMPT)))
+    ticket = _late(rig, lane(len(PROMPT), TokenFrom(first, 0), late_mask=True))
+    rig.device.give_mask(ticket, 0, _only(rig.tiny, 31))
+    rig.claim(first)
+    assert rig.claim(ticket).lanes[0].token == 31
+    rig.device.give_mask(ticket, 0, _only(rig.tiny, 32))
+
+
+def test_no_mask_at_last_means_that_every_id_is_allowed(rig):
+    ticket = _late(rig, lane(0, PROMPT, late_mask=True))
+    rig.device.give_mask(ticket, 0, None)
+    assert rig.claim(ticket).lanes[0].token == rig.run(lane(0, PROMPT)).lanes[0].token
+
+
+def test_a_reset_ends_a_launch_that_waits_for_a_mask(rig):
+    ticket = _late(rig, lane(0, PROMPT, late_mask=True))
+    assert rig.device.wait(ticket, 0.02) is None
+    rig.device.reset()
+    with pytest.raises(DeviceNeedsReset):
+        rig.claim(ticket)
+    assert rig.run(lane(0, PROMPT)).lanes[0].token >= 0
+
+
+def test_a_launch_whose_mask_never_comes_is_retryable(rig):
+    ticket = _late(rig, lane(0, PROMPT, late_mask=True))
+    with pytest.raises(DeviceRetryable):
+        rig.claim(ticket)
+
+
+def test_a_late_mask_of_the_wrong_size_is_refused(rig):
+    ticket = _late(rig, lane(0, PROMPT, late_mask=True))
+    with pytest.raises(DeviceError):
+        rig.device.give_mask(ticket, 0, np.zeros(1, np.int32))
+    rig.device.give_mask(ticket, 0, None)
+    rig.claim(ticket)

@@ -188,3 +188,14 @@ def test_writing_again_replaces_what_was_written(kept: Path) -> None:
     keep_onnx(read, kept)
     assert np.array_equal(open_source(kept).tensors[UP].stored(), read.tensors[UP].stored())
     assert [path.name for path in kept.parent.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("model", ["tiny-mistral", "tiny-phi3", "tiny-gemma3", "tiny-qwen3-moe", "tiny-mixtral"])
+def test_every_form_of_graph_survives_the_directory(tmp_path: Path, model: str) -> None:
+    source = open_source(DATA / model)
+    keep_onnx(source, tmp_path / "D")
+    read = open_source(tmp_path / "D")
+    assert read.spec == source.spec
+    assert {name: (t.kind, t.shape) for name, t in read.tensors.items()} == {n: (t.kind, t.shape) for n, t in source.tensors.items()}
+    ids = list(range(4, 60))
+    np.testing.assert_array_equal(Oracle(read).logits(ids, chunk=20), Oracle(source).logits(ids, chunk=20))

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from calstack.errors import UnsupportedError
-from calstack.frontends.arch import gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from calstack.frontends.arch import bert, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
 from calstack.frontends.arch.family import Family
 from calstack.specs import Role
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "build_graphs", "family_of", "family_of_gguf"]
 
-_MODULES = (llama, mistral, qwen2, qwen3, phi3, gemma3, qwen3_moe, mixtral)
+_MODULES = (llama, mistral, qwen2, qwen3, phi3, gemma3, qwen3_moe, mixtral, bert)
 FAMILIES: Mapping[str, Family] = MappingProxyType({module.FAMILY.model_type: module.FAMILY for module in _MODULES})
 
 
@@ -41,8 +41,10 @@ def family_of_gguf(arch: str, where: str, *, experts: bool) -> Family:
 
 
 def build_graphs(spec: ModelSpec) -> dict[Role, ir.Model]:
-    """A decoder's prefill graph (any q_len) and decode graph (q_len 1), weights without data."""
-    from calstack.frontends.arch.trace import trace  # onnxscript takes half a second to import
+    """A decoder's prefill graph (any q_len) and decode graph (q_len 1), or an encoder's one, weights without data."""
+    from calstack.frontends.arch.trace import trace, trace_encoder  # onnxscript takes half a second to import
 
     family_of(spec.arch, spec.name).check(spec, spec.name)
+    if spec.encoder is not None:
+        return {Role.ENCODE: trace_encoder(spec, spec.encoder)}
     return {Role.PREFILL: trace(spec, name="prefill", q_len="q_len"), Role.DECODE: trace(spec, name="decode", q_len=1)}

@@ -76,6 +76,7 @@ class Family:
     config: Callable[[Metadata], Fields] = _nothing
     gguf: Callable[[Metadata], Fields] = _nothing
     renames: tuple[tuple[str, str], ...] = ()
+    optional: tuple[str, ...] = ()  # beginnings of parameter names that a source may hold though no graph needs them
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: _EMPTY)
 
     @property

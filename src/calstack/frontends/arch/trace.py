@@ -8,12 +8,13 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder
 
 from calstack.frontends.arch.decoder import CausalLM, Past
-from calstack.graph.names import INPUT_IDS, LOGITS, PAST_LEN, POSITIONS, kv_in, kv_out
+from calstack.frontends.arch.encoder import Encoder
+from calstack.graph.names import CUR_LEN, EMBEDDING, HIDDEN, INPUT_IDS, LOGITS, PAST_LEN, POSITIONS, SCORES, TYPE_IDS, kv_in, kv_out
 
 if TYPE_CHECKING:
-    from calstack.specs import ModelSpec
+    from calstack.specs import EncoderSpec, ModelSpec
 
-__all__ = ["IR_VERSION", "OPSET", "trace"]
+__all__ = ["IR_VERSION", "OPSET", "trace", "trace_encoder"]
 
 OPSET, IR_VERSION = 24, 11  # the newest opset for which onnxruntime has native kernels for every operator used
 
@@ -32,6 +33,20 @@ def trace(spec: ModelSpec, *, name: str, q_len: int | str) -> ir.Model:
     functions = list(builder.functions.values())
     builder.graph.opset_imports.update({function.domain: 1 for function in functions})
     return ir.Model(builder.graph, ir_version=IR_VERSION, producer_name="calstack", functions=functions)
+
+
+def trace_encoder(spec: ModelSpec, encoder: EncoderSpec) -> ir.Model:
+    """The graph of an encoder, weights without data."""
+    builder = GraphBuilder(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="encode"))
+    ids, positions, types = (builder.input(name, ir.DataType.INT64, ["batch", "q_len"]) for name in (INPUT_IDS, POSITIONS, TYPE_IDS))
+    lengths = builder.input(CUR_LEN, ir.DataType.INT64, ["batch"])
+    outputs = Encoder(spec, encoder)(builder.op, ids, positions, types, lengths)
+    shapes = (["batch", "q_len", spec.hidden], ["batch", spec.hidden], ["batch", len(encoder.labels)])
+    for name, value, shape in zip((HIDDEN, EMBEDDING, SCORES), outputs, shapes, strict=True):
+        if value is not None:
+            value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
+            builder.add_output(value, name)
+    return ir.Model(builder.graph, ir_version=IR_VERSION, producer_name="calstack")
 
 
 def _past(builder: GraphBuilder, spec: ModelSpec, layer: int) -> Past:

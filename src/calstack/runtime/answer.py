@@ -1,0 +1,23 @@
+"""Whether a device's answer can be what the launch asked for: a device that answers nonsense is asked again, then given up."""
+
+from __future__ import annotations
+
+from calstack.devices.base import Completion
+from calstack.errors import DeviceError, DeviceRetryable
+from calstack.runtime.plan import LaunchPlan
+
+__all__ = ["bad_answer"]
+
+
+def bad_answer(plan: LaunchPlan, completion: Completion, vocab: int) -> DeviceError | None:
+    """The error that an impossible answer amounts to, or None when it may be right."""
+    if len(completion.lanes) != len(plan.lanes):
+        what = f"{len(completion.lanes)} lanes instead of {len(plan.lanes)}"
+    else:
+        wrong = [
+            i for i, (lane, out) in enumerate(zip(plan.lanes, completion.lanes, strict=True)) if lane.emit and not 0 <= out.token < vocab
+        ]
+        if not wrong:
+            return None
+        what = f"no token of the vocabulary in lane {wrong[0]}"
+    return DeviceRetryable(f"the answer has {what}", where=plan.submodel)
