@@ -20,7 +20,7 @@ from calstack.server.completions import understand_completion
 from calstack.server.context import Context
 from calstack.server.errors import InternalError, MethodError, NotFoundError, answer_of
 from calstack.server.exchange import Endpoint, send_json
-from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Props, SlotAction, Slots
+from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Encoders, Props, SlotAction, Slots
 from calstack.server.native import understand_infill, understand_native
 from calstack.server.responses import ResponsesRequest, understand_responses
 from calstack.server.schemas import ChatRequest, CompletionRequest, InfillRequest, NativeRequest
@@ -33,6 +33,17 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _CLIENT_LEFT = 499
+_ENCODER_ROUTES = (
+    "/v1/embeddings",
+    "/embedding",
+    "/embeddings",
+    "/v1/rerank",
+    "/rerank",
+    "/v1/reranking",
+    "/reranking",
+    "/v1/score",
+    "/score",
+)
 
 
 def build_app(context: Context) -> ASGIApp:
@@ -72,6 +83,7 @@ def build_app(context: Context) -> ASGIApp:
         _route("/v1/messages", messages, "POST"),
         _route("/v1/messages/count_tokens", CountMessages(context), "POST"),
     ]
+    routes += [_route(path, Encoders(context), "POST") for path in _ENCODER_ROUTES]
     return _Edge(context, Router(routes, redirect_slashes=False))
 
 

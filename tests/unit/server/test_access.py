@@ -112,9 +112,8 @@ def test_slow_body_is_a_408(locked: LiveServer) -> None:
 
 
 def test_endless_head_is_cut_off(locked: LiveServer) -> None:
-    with connect(locked) as client:
-        with pytest.raises(OSError):  # noqa: PT011  # a reset or a broken pipe
-            client.sendall(b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: %s\r\n" % (n, b"y" * 1000) for n in range(40_000)))
+    with connect(locked) as client, pytest.raises(OSError):  # a reset or a broken pipe
+        client.sendall(b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: %s\r\n" % (n, b"y" * 1000) for n in range(40_000)))
     assert locked.http.get("/health").status_code == 200
 
 

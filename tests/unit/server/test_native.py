@@ -103,6 +103,9 @@ def test_props_and_slots_tell_of_model_and_device(server: LiveServer) -> None:
         ("GET", "/lora-adapters", None),
         ("POST", "/lora-adapters", [{"id": 0, "scale": 1}]),
         ("POST", "/slots/0?action=save", {"filename": "x"}),
+        ("POST", "/v1/embeddings", {"input": "x"}),
+        ("POST", "/v1/rerank", {"query": "x", "documents": ["y"]}),
+        ("POST", "/v1/score", {}),
         ("POST", "/infill", {"input_prefix": "a", "input_suffix": "b"}),
     ],
 )
