@@ -86,7 +86,13 @@ class _Edge:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
         visit = _Visit(scope, send)
+        visit.headers = self._context.access.cors(scope["headers"])
         try:
+            if scope["method"] == "OPTIONS":
+                await visit.send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+                await visit.send({"type": "http.response.body", "body": b""})
+                return
+            self._context.access.check(scope["path"], scope["headers"])
             await self._inner(scope, receive, visit.send)
         except Exception as error:  # noqa: BLE001  # the one place that answers errors
             await self._answer(error, visit, scope["path"])
@@ -101,7 +107,7 @@ class _Edge:
             raise error
         answer = answer_of(_known(error))
         headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
-        if answer.status in {405, 413} or answer.status >= 500:
+        if answer.status in {401, 405, 408, 413} or answer.status >= 500:
             headers.append((b"connection", b"close"))  # the rest of the body is not read
         body = anthropic_error(answer) if path.startswith("/v1/messages") else answer.body
         await send_json(visit.send, answer.status, body, headers)
@@ -119,6 +125,7 @@ class _Visit:
     def __init__(self, scope: Scope, send: Send) -> None:
         self._send, self._began = send, time.monotonic()
         self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
         scope["app"] = self  # makes Starlette raise HTTPException instead of answering in plain text
         scope["calstack.request_id"] = secrets.token_hex(12)
         scope["calstack.log"] = {}
@@ -129,7 +136,7 @@ class _Visit:
         """Pass on, with the request id in the head."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.shown.encode())]
+            message["headers"] = [*message["headers"], (b"x-request-id", self.shown.encode()), *self.headers]
         await self._send(message)
 
     def ms(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TypeVar
 
@@ -9,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 
 from calstack.errors import RequestError
-from calstack.server.errors import BodyTooLargeError
+from calstack.server.errors import BodyTooLargeError, SlowBodyError
 
 __all__ = ["check_depth", "decode", "read_body"]
 
@@ -21,15 +22,23 @@ _PATH = re.compile(r" - at `(?:key in )?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, seconds: float = 30.0) -> bytes:
     """The whole body.
 
     Raises:
+        SlowBodyError: when it takes longer than `seconds`.
         BodyTooLargeError: as soon as it is known to be longer than `limit` bytes.
     """
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
         raise _too_large(limit)
+    try:
+        return await asyncio.wait_for(_gathered(request, limit), seconds)
+    except TimeoutError as error:
+        raise SlowBodyError(f"the body did not come within {seconds:g} s") from error
+
+
+async def _gathered(request: Request, limit: int) -> bytes:
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from calstack.errors import UsageError
 
-__all__ = ["EngineConfig", "LimitsConfig", "ListenConfig", "LogConfig", "ServeConfig"]
+__all__ = ["AccessConfig", "EngineConfig", "LimitsConfig", "ListenConfig", "LogConfig", "ServeConfig"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -71,8 +71,20 @@ class LimitsConfig:
     """Largest top_logprobs."""
     template_seconds: float = 2.0
     """Longest time a chat template may run."""
+    body_timeout_s: float = 30.0
+    """Longest time a request body may take to come."""
     keepalive_s: float = 30.0
     """Silence in a stream after which a comment is sent."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AccessConfig:
+    """Who may use the public port."""
+
+    api_key_file: Path | None = None
+    """File with the SHA-256 of an API key in hex per line; None = no key is asked for."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may read answers: exact ones, `localhost` for any port of this machine, `*` for all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +110,7 @@ class ServeConfig:
     listen: ListenConfig = dataclasses.field(default_factory=ListenConfig)
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     limits: LimitsConfig = dataclasses.field(default_factory=LimitsConfig)
+    access: AccessConfig = dataclasses.field(default_factory=AccessConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
     def check(self) -> None:

@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 
 from calstack.errors import UnavailableError
+from calstack.server.access import Access
 from calstack.server.admission import Admission
 from calstack.server.config import ServeConfig
 from calstack.server.journal import Journal
@@ -29,6 +30,7 @@ class Context:
     metrics: Metrics
     pool: concurrent.futures.ThreadPoolExecutor
     """Threads for templates and tokenising."""
+    access: Access
     draining: bool = False
 
     def ready(self) -> CalbinInfo:

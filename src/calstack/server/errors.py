@@ -10,11 +10,29 @@ from calstack import errors
 from calstack.errors import CalstackError
 from calstack.wire import ErrorValue
 
-__all__ = ["Answer", "BodyTooLargeError", "InternalError", "MethodError", "NotFoundError", "answer_of", "error_of"]
+__all__ = [
+    "Answer",
+    "AuthenticationError",
+    "BodyTooLargeError",
+    "InternalError",
+    "MethodError",
+    "NotFoundError",
+    "SlowBodyError",
+    "answer_of",
+    "error_of",
+]
 
 
 class NotFoundError(errors.RequestError):
     """No such route or model (404)."""
+
+
+class AuthenticationError(errors.RequestError):
+    """No valid API key (401)."""
+
+
+class SlowBodyError(errors.RequestError):
+    """The body took too long to come (408)."""
 
 
 class MethodError(errors.RequestError):
@@ -42,6 +60,8 @@ class Answer:
 _RULES: tuple[tuple[type[CalstackError], int, str], ...] = (
     (errors.ContextSizeError, 400, "exceed_context_size_error"),
     (NotFoundError, 404, "not_found_error"),
+    (AuthenticationError, 401, "authentication_error"),
+    (SlowBodyError, 408, "timeout_error"),
     (MethodError, 405, "invalid_request_error"),
     (BodyTooLargeError, 413, "invalid_request_error"),
     (errors.RequestError, 400, "invalid_request_error"),

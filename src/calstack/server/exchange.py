@@ -70,7 +70,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival, request_id = time.monotonic(), request_id_of(scope)
         self._context.ready()
-        body = await read_body(Request(scope, receive), self._context.config.limits.max_body_bytes)
+        limits = self._context.config.limits
+        body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
         plan = self._understand(self._context, await self._decode(body), request_id)
         with Generation(self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs) as generation:
             async with _watching(receive, generation.client_left):

@@ -239,8 +239,7 @@ class Generation:
         self._context.metrics.ended(
             end.reason or ("cancelled" if end.cancelled else "error"),
             prompt=len(prompt.ids),
-            cached=usage.cached_tokens if usage else 0,
             output=end.completion_tokens,
-            queue_ms=usage.queue_ms if usage else None,
-            decode_ms=usage.decode_ms if usage else None,
+            usage=usage,
+            seconds=time.monotonic() - self._arrival,
         )

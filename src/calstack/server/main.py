@@ -18,6 +18,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from calstack.errors import UsageError
+from calstack.server.access import Access
 from calstack.server.admission import Admission
 from calstack.server.app import build_app
 from calstack.server.config import ListenConfig, ServeConfig
@@ -26,6 +27,7 @@ from calstack.server.journal import Journal
 from calstack.server.log import logging_to_stderr
 from calstack.server.metrics import Metrics
 from calstack.server.model import load_model
+from calstack.server.protocol import GuardedProtocol
 from calstack.server.supervisor import EngineState, Supervisor
 from calstack.wire import CalbinInfo, LaunchTimes
 
@@ -127,11 +129,21 @@ async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecuto
         admission.lanes = info.max_lanes
 
     supervisor = Supervisor(config, journal, on_launches=launched, on_ready=ready)
-    metrics = Metrics(admission, lambda: supervisor.stats, lambda: _device_status(supervisor))
+    access = Access(config.access)
     model = await asyncio.get_running_loop().run_in_executor(
         pool, lambda: load_model(config.calbin, config.model, template_seconds=limits.template_seconds)
     )
-    return Context(config=config, model=model, journal=journal, supervisor=supervisor, admission=admission, metrics=metrics, pool=pool)
+    metrics = Metrics(admission, lambda: supervisor.stats, lambda: _device_status(supervisor), model.id)
+    return Context(
+        config=config,
+        model=model,
+        journal=journal,
+        supervisor=supervisor,
+        admission=admission,
+        metrics=metrics,
+        pool=pool,
+        access=access,
+    )
 
 
 def _device_status(supervisor: Supervisor) -> int:
@@ -184,7 +196,7 @@ class _Server(uvicorn.Server):
 def _uvicorn(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=GuardedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

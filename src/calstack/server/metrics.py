@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from calstack.server.admission import Admission
-from calstack.wire import EngineStats, LaunchTimes
+from calstack.server.dashboards import Dashboards
+from calstack.wire import EngineStats, LaunchTimes, Usage
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -28,7 +29,9 @@ class Metrics:
         device_status: index in DeviceStatus, -1 while no engine is ready.
     """
 
-    def __init__(self, admission: Admission, stats: Callable[[], EngineStats | None], device_status: Callable[[], int]) -> None:
+    def __init__(
+        self, admission: Admission, stats: Callable[[], EngineStats | None], device_status: Callable[[], int], model: str = ""
+    ) -> None:
         self.registry = CollectorRegistry()
         self.started = time.time()
 
@@ -51,10 +54,12 @@ class Metrics:
         self._ttft = Histogram("calrt_ttft_ms", "From arrival to the first token, ms", buckets=_LONG_MS, registry=self.registry)
         self._queue = Histogram("calrt_queue_ms", "Time a choice waited for a lane, ms", buckets=_LONG_MS, registry=self.registry)
         self._tpot = Histogram("calrt_tpot_ms", "Time per output token after the first, ms", buckets=_MS, registry=self.registry)
+        self._dashboards = Dashboards(self.registry, model, admission, stats)
         self.registry.register(_Now(admission, stats, device_status))
 
-    def launches(self, launches: Iterable[LaunchTimes]) -> None:
+    def launches(self, launches: Sequence[LaunchTimes]) -> None:
         """Observe completed launches."""
+        self._dashboards.launches(launches)
         for one in launches:
             self._infer.labels(one.phase).observe(one.infer_ms)
             self._h2d.labels(one.phase).observe(one.h2d_ms)
@@ -77,17 +82,19 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         """Observe the time to a choice's first token."""
         self._ttft.observe(seconds * 1e3)
+        self._dashboards.first_token(seconds)
 
-    def ended(self, reason: str, *, prompt: int, cached: int, output: int, queue_ms: float | None, decode_ms: float | None) -> None:
-        """Count an ended choice."""
+    def ended(self, reason: str, *, prompt: int, output: int, usage: Usage | None, seconds: float) -> None:
+        """Count an ended choice that took `seconds` from arrival."""
+        self._dashboards.ended(reason, prompt=prompt, output=output, usage=usage, seconds=seconds)
         self._ended.labels(reason).inc()
         self._prompt.inc(prompt)
-        self._cached.inc(cached)
         self._output.inc(output)
-        if queue_ms is not None:
-            self._queue.observe(queue_ms)
-        if decode_ms is not None and output > 1:
-            self._tpot.observe(decode_ms / (output - 1))
+        if usage is not None:
+            self._cached.inc(usage.cached_tokens)
+            self._queue.observe(usage.queue_ms)
+        if usage is not None and output > 1:
+            self._tpot.observe(usage.decode_ms / (output - 1))
 
     def text(self) -> bytes:
         """The exposition, format 0.0.4."""

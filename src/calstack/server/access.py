@@ -1,0 +1,88 @@
+"""Who may use the public port: API keys and origins of web pages."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from calstack.errors import UsageError
+from calstack.server.config import AccessConfig
+from calstack.server.errors import AuthenticationError
+
+__all__ = ["Access"]
+
+_OPEN = frozenset(["/health", "/v1/health", "/"])
+_LOCAL = frozenset(["localhost", "127.0.0.1", "::1"])
+_LINE = re.compile(r"(?:(?P<name>[\w.-]+)\s+)?(?:sha256:)?(?P<digest>[0-9a-f]{64})")
+_MOST_KEYS = 10_000
+_ALLOWED = (
+    (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, anthropic-version"),
+    (b"access-control-max-age", b"600"),
+)
+
+
+class Access:
+    """Checks requests.
+
+    Args:
+        config: the key file holds a line per key: the SHA-256 of the key in hex, with a name before it if wanted.
+
+    Raises:
+        UsageError: when the key file cannot be read, holds no key, or holds something else.
+    """
+
+    def __init__(self, config: AccessConfig) -> None:
+        self._digests = _read(config.api_key_file) if config.api_key_file is not None else None
+        self._origins = frozenset(config.cors_origins)
+
+    def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raise AuthenticationError unless the request may use `path`."""
+        if self._digests is None or path in _OPEN or path.startswith("/static/"):
+            return
+        found = dict(headers)
+        given = found.get(b"authorization", b"")
+        key = given[7:].strip() if given[:7].lower() == b"bearer " else found.get(b"x-api-key", b"")
+        digest = hashlib.sha256(key).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them: time tells nothing
+        if not any(matches):
+            raise AuthenticationError("the API key is missing or wrong", remedy="send Authorization: Bearer KEY")
+
+    def cors(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Headers that let the page that asks read the answer; none for a page that may not."""
+        origin = next((value for name, value in headers if name == b"origin"), b"")
+        if not origin or not self._is_allowed(origin.decode("latin-1")):
+            return []
+        return [(b"access-control-allow-origin", origin), (b"vary", b"origin"), *_ALLOWED]
+
+    def _is_allowed(self, origin: str) -> bool:
+        if "*" in self._origins or origin in self._origins:
+            return True
+        if "localhost" not in self._origins:
+            return False
+        try:
+            parts = urlsplit(origin)
+            return parts.scheme in {"http", "https"} and parts.hostname in _LOCAL and not parts.username and parts.path == ""
+        except ValueError:
+            return False
+
+
+def _read(path: Path) -> list[bytes]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(path), remedy="give a file of SHA-256 digests") from error
+    digests = []
+    for number, line in enumerate((line.split("#")[0].strip() for line in lines), 1):
+        if not line:
+            continue
+        if (found := _LINE.fullmatch(line)) is None:
+            raise UsageError("is not a SHA-256 digest", where=f"{path}:{number}", remedy="write what `printf %s KEY | sha256sum` prints")
+        digests.append(bytes.fromhex(found["digest"]))
+    if not 0 < len(digests) <= _MOST_KEYS:
+        raise UsageError(f"holds {len(digests)} keys", where=str(path), remedy=f"write 1 to {_MOST_KEYS}")
+    return digests
