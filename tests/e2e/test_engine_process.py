@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,27 @@ class Process:
                 if out.request == request and out.finish is not None:
                     return count, out.finish.reason
 
+    def ids_until_death(self) -> list[int]:
+        """Ids of all tokens until the connection breaks."""
+        ids: list[int] = []
+        while True:
+            try:
+                message = self.receive()
+            except (struct.error, msgspec.MsgspecError, ConnectionError):
+                return ids
+            ids.extend(token for out in (message.tokens if isinstance(message, StepOutput) else ()) for token in out.ids)
+
+    def ids_of(self, request: str) -> list[int]:
+        """Ids of a request until its end."""
+        ids: list[int] = []
+        while True:
+            message = self.receive()
+            for out in message.tokens if isinstance(message, StepOutput) else ():
+                if out.request == request:
+                    ids.extend(out.ids)
+                    if out.finish is not None:
+                        return ids
+
     def close(self) -> None:
         self.sock.close()
         if self.process.poll() is None:
@@ -72,8 +94,8 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path, calbin: Path) -> Iter
     process.close()
 
 
-def submit(max_tokens: int) -> Submit:
-    return Submit(request="a", prompt=(1, 2, 3), max_tokens=max_tokens, sampling=GREEDY, seed=1)
+def submit(max_tokens: int, output: tuple[int, ...] = ()) -> Submit:
+    return Submit(request="a", prompt=(1, 2, 3), output=output, max_tokens=max_tokens, sampling=GREEDY, seed=1)
 
 
 def test_the_process_serves_and_drains_on_sigterm(engine: Process) -> None:
@@ -109,4 +131,28 @@ def test_a_damaged_calbin_is_reported_and_gives_code_2(tmp_path: Path, calbin: P
         assert message.error.kind == "ArtifactError"
         assert process.process.wait(10) == 2
     finally:
+        process.close()
+
+
+@pytest.mark.parametrize(("fault", "code", "most_s"), [("hang", 4, 5.0), ("crash", 86, 2.0), ("fatal", 4, 2.0)])
+@pytest.mark.parametrize("inner", ["null", pytest.param("cpu", marks=pytest.mark.native)])
+def test_a_lost_device_ends_the_process_and_the_next_one_goes_on_with_the_same_ids(
+    tmp_path: Path, calbin: Path, inner: str, fault: str, code: int, most_s: float
+) -> None:
+    ids: list[int] = []
+    for name, device in (("whole", inner), ("broken", f"faults:{inner}?at=30:{fault}"), ("next", inner)):
+        (tmp_path / name).mkdir()
+        process = Process(tmp_path / name, calbin, "--device", device)
+        assert isinstance(process.receive(), Ready)
+        process.send(submit(60, tuple(ids) if name == "next" else ()))
+        if name == "broken":
+            begin = time.monotonic()
+            ids = process.ids_until_death()
+            assert process.process.wait(10) == code
+            assert time.monotonic() - begin < most_s
+            assert 20 < len(ids) < 60
+        elif name == "whole":
+            whole = process.ids_of("a")
+        else:
+            assert ids + process.ids_of("a") == whole
         process.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import click
 
 from calstack.cli.params import CALBIN, Bytes
+from calstack.errors import DeviceError
 
 __all__ = ["engine"]
 
@@ -48,4 +50,7 @@ def engine(calbin: Path, connect: Path, device: str, isa: str, threads: int, com
     def grammars(facts: CalbinFacts) -> Built:
         return load_grammars(calbin, vocab=facts.vocab, eos=facts.eos_ids)
 
-    sys.exit(run_engine(calbin, connect, device=device, open_options=open_options, options=options, kv_memory=kv_memory, grammars=grammars))
+    code = run_engine(calbin, connect, device=device, open_options=open_options, options=options, kv_memory=kv_memory, grammars=grammars)
+    if code == DeviceError.exit_code:
+        os._exit(code)  # a hung device must not hold the process up
+    sys.exit(code)

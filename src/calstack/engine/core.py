@@ -98,6 +98,14 @@ class Core:
         """Launches planned and not ended."""
         return len(self._flights)
 
+    def patience_ns(self, plan: int) -> int:
+        """How long a launch in flight may take before the device counts as hung."""
+        flight, options = self._flights.get(plan), self.options
+        expected = flight.expected_ns(self.costs) if flight is not None else None
+        if expected is None:
+            return int(options.launch_timeout_s * 1e9)
+        return int(max(options.hang_s * 1e9, options.hang_factor * expected))
+
     def kv_wait_ns(self, now_ns: int) -> int:
         """How long the head of the queue has been waiting for blocks."""
         return now_ns - self.lanes.blocked_ns if self.lanes.blocked is not None else 0

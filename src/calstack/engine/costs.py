@@ -53,6 +53,12 @@ class StepCosts:
         """Share of its allowed output that a request makes, on average."""
         return self._share
 
+    def expected_ns(self, submodel: str, rows: int, *, prefill: bool) -> float | None:
+        """What a launch should take, or None before one like it was measured."""
+        if prefill:
+            return None if self._row_ns is None else rows * self._row_ns
+        return self._decode_ns.get(submodel)
+
     def rows_within(self, target_ns: float, least: int) -> int:
         """Prefill rows that fit beside one decode step in `target_ns`, at least `least`."""
         if self._row_ns is None or not self._decode_ns:

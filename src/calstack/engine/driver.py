@@ -17,6 +17,9 @@ from calstack.wire import EngineStats
 
 __all__ = ["Driver"]
 
+_LONGEST_WAIT_S = 1.0
+_FROZEN_NS = 2_500_000_000  # longer than any sleep between two turns
+
 
 class Driver:
     """Neither blocks nor sleeps; `wait` is the only call that does. Raises DeviceFatal when the device is lost."""
@@ -28,7 +31,7 @@ class Driver:
         self._read_ns = self.clock.now_ns()
         self.ledger = Ledger(self._read_ns)
         self._flying: dict[int, int] = {}  # plan id -> when it was handed over, oldest first
-        self._progress_ns = self._read_ns
+        self._progress_ns = self._turn_ns = self._read_ns
         self._work = False
 
     def turn(self, messages: Sequence[CoreEvent] = ()) -> StepResult:
@@ -59,9 +62,9 @@ class Driver:
     def wait(self, timeout_s: float) -> None:
         """Sleep until a launch may have ended, or a grammar is built when no launch runs; at most `timeout_s`."""
         if self.constraints is not None and self.constraints.pending and not self.runtime.in_flight:
-            self.constraints.wait(timeout_s)
+            self.constraints.wait(min(timeout_s, _LONGEST_WAIT_S))
         else:
-            self.runtime.wait(timeout_s)
+            self.runtime.wait(min(timeout_s, _LONGEST_WAIT_S))
 
     def close(self) -> None:
         """Stop building grammars and unload the calbin."""
@@ -108,16 +111,18 @@ class Driver:
         self.ledger.settle(min(self._flying.values(), default=now))
 
     def _hang_ns(self) -> int | None:
-        oldest = next(iter(self._flying.values()), None)
-        if oldest is None:
+        if not self._flying:
             return None
-        return max(oldest, self._progress_ns) + int(self.core.options.launch_timeout_s * 1e9) + 1
+        plan, since = next(iter(self._flying.items()))
+        return max(since, self._progress_ns) + self.core.patience_ns(plan) + 1
 
     def _watch(self, *, progress: bool) -> None:
-        """A launch that does not end means the device hangs; only a new process helps."""
+        """A launch that does not end means the device hangs; only a new process helps. When this process itself stood still
+        (nobody took a turn for long), the device may have stood still with it: its time begins anew."""
         now, hang = self.clock.now_ns(), self._hang_ns()
-        if progress:
+        frozen, self._turn_ns = now - self._turn_ns > _FROZEN_NS, now
+        if progress or frozen:
             self._progress_ns = now
         elif hang is not None and now >= hang:
-            limit = self.core.options.launch_timeout_s
-            raise DeviceFatal(f"no launch ended for {limit:.0f} s", where=self.runtime.device.info().name, remedy="restart the engine")
+            waited = (now - self._progress_ns) / 1e9
+            raise DeviceFatal(f"no launch ended for {waited:.1f} s", where=self.runtime.device.info().name, remedy="restart the engine")

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from calstack.devices.base import Completion
+from calstack.engine.costs import StepCosts
 from calstack.engine.sequence import Phase, Sequence
 from calstack.wire import LaunchTimes
 
@@ -37,6 +38,15 @@ class Flight:
     kind: Kind
     submodel: str
     lanes: tuple[LaneRef, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows that the launch computes."""
+        return sum(lane.count for lane in self.lanes)
+
+    def expected_ns(self, costs: StepCosts) -> float | None:
+        """What the launch should take, or None when nobody knows yet."""
+        return costs.expected_ns(self.submodel, self.rows, prefill=self.kind == "prefill")
 
 
 def times_of(flight: Flight, rows: int, useful: int, c: Completion, framework_ns: int) -> LaunchTimes:

@@ -25,4 +25,6 @@ class EngineOptions:
     prefix_cache_bytes: int = 256 << 20  # blocks that only the cache holds
     max_restarts: int = 3  # of one request by device resets
     max_top_logprobs: int = 20
-    launch_timeout_s: float = 60.0  # a launch in flight longer than this means the device hangs
+    launch_timeout_s: float = 60.0  # a launch that takes longer than this means a hang, until one like it was measured
+    hang_s: float = 1.0  # afterwards: longer than this,
+    hang_factor: float = 10.0  # and longer than so many times what it should take

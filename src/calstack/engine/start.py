@@ -13,7 +13,7 @@ from calstack.engine.link import ServerLink
 from calstack.engine.options import EngineOptions
 from calstack.engine.process import EngineProcess
 from calstack.engine.result import error_value
-from calstack.errors import CalstackError
+from calstack.errors import CalstackError, DeviceError
 from calstack.runtime.facts import CalbinFacts
 from calstack.wire import EngineFailed
 
@@ -30,7 +30,9 @@ def run_engine(
     kv_memory: int = 0,
     grammars: Callable[[CalbinFacts], Built] | None = None,
 ) -> int:
-    """Serve until told to stop; returns the exit code. Raises UnavailableError when nobody listens on `socket`."""
+    """Serve until told to stop; returns the exit code (with that of DeviceError, the device was left open).
+    Raises UnavailableError when nobody listens on `socket`.
+    """
     link = ServerLink.connect(socket)
     try:
         opened = open_device(device, open_options)
@@ -40,11 +42,15 @@ def run_engine(
         driver = assemble(opened, calbin, options=options, kv_memory=kv_memory, grammars=grammars)
         process = EngineProcess(driver, link)
         process.install_signals()
-        return process.run()
+        code = process.run()
     except CalstackError as error:
-        return _failed(link, error)
-    finally:
+        code = _failed(link, error)
+    except BaseException:
         opened.close()
+        raise
+    if code != DeviceError.exit_code:  # closing a lost device may never return
+        opened.close()
+    return code
 
 
 def _failed(link: ServerLink, error: CalstackError) -> int:

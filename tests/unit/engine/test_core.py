@@ -326,3 +326,57 @@ def test_blocks_written_are_given_back_when_idle() -> None:
     h = Harness(small_facts(), options=EngineOptions(prefix_cache=False))
     h.run(h.submit("a", prompt=tuple(range(40))))
     assert not h.device._cells
+
+
+# --- watchdog ----------------------------------------------------------------------------------------------------------------
+
+
+def pass_time(h: Harness, ticks: int, tick_ns: int) -> None:
+    for _ in range(ticks):
+        h.tick(tick_ns)
+
+
+def hung_harness() -> Harness:
+    """An engine that knows what steps cost, with a launch in flight that never ends."""
+    h = Harness(small_facts())
+    h.run(h.submit("first", max_tokens=6))
+    h.turn(h.submit("a", max_tokens=6))
+    h.device._free_at = 1 << 62
+    return h
+
+
+def test_a_hang_is_noticed_within_a_second_of_a_measured_step() -> None:
+    h = hung_harness()
+    begin = h.clock.now_ns()
+    with pytest.raises(DeviceFatal, match="no launch ended"):
+        pass_time(h, 3000, 10_000_000)
+    assert 0.9e9 < h.clock.now_ns() - begin < 1.3e9
+
+
+def test_a_process_that_stood_still_gives_the_device_its_time_again() -> None:
+    h = hung_harness()
+    h.tick(30_000_000_000)
+    for _ in range(9):
+        h.tick(100_000_000)
+    with pytest.raises(DeviceFatal):
+        pass_time(h, 20, 100_000_000)
+
+
+def test_a_launch_like_none_before_is_given_the_whole_time_out() -> None:
+    h = Harness(small_facts(), options=EngineOptions(launch_timeout_s=20))
+    h.turn(h.submit("a"))
+    h.device._free_at = 1 << 62
+    begin = h.clock.now_ns()
+    with pytest.raises(DeviceFatal):
+        pass_time(h, 3000, 50_000_000)
+    assert h.clock.now_ns() - begin > 19e9
+
+
+def test_a_cancelled_prefill_stops_at_the_next_launch() -> None:
+    h = Harness(small_facts(), options=EngineOptions(prefill_chunk=4))
+    h.turn(h.submit("a", prompt=tuple(range(60))))
+    h.turn(Cancel(request="a"))
+    before = len(h.device.launches)
+    h.run()
+    assert len(h.device.launches) == before
+    assert before <= 2
