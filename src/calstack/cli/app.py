@@ -32,6 +32,7 @@ COMMANDS = {
     "verify": ("calstack.cli.artifact:verify", "Check a calbin's files and golden outputs on a device."),
     "run": ("calstack.cli.run:run", "Answer a prompt in the terminal, or chat."),
     "serve": ("calstack.cli.serve:serve", "Serve a calbin over HTTP."),
+    "replay": ("calstack.cli.replay:replay", "Run recorded launches again, bit for bit."),
     "bench": ("calstack.bench.cli:bench", "Measure a calbin's speed, in turn with peers."),
 }
 HIDDEN = {"engine": ("calstack.cli.engine:engine", "The engine process; `calstack serve` starts it.")}

@@ -25,15 +25,20 @@ __all__ = ["engine"]
 @click.option("--prefill-chunk", default=0, show_default=True, help="Most prompt tokens of a launch; 0 = what the calbin allows.")
 @click.option("--itl-target-ms", default=50.0, show_default=True, help="Time between tokens that prefill leaves to streams; 0 = none.")
 @click.option("--kv-memory", type=Bytes(), default=0, show_default=True, help="Bytes for KV; 0 = every lane at full context.")
+@click.option("--dump-dir", type=click.Path(path_type=Path), help="Where the last launches go when one fails, or on SIGUSR1.")
+@click.option("--dump-quota", type=Bytes(), default=64 << 20, show_default=True, help="Most bytes of dumps kept there.")
 @click.option("--max-queued-requests", default=256, show_default=True, help="Requests that may wait.")
 @click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
-def engine(calbin: Path, connect: Path, device: str, isa: str, threads: int, completion: str, **values: float) -> None:
+def engine(
+    calbin: Path, connect: Path, device: str, isa: str, threads: int, completion: str, dump_dir: Path | None, **values: float
+) -> None:
     """Serve CALBIN's tokens to the API process that listens on a unix socket."""
     from calstack.devices.base import OpenOptions
     from calstack.engine.constraints import Built
     from calstack.engine.options import EngineOptions
     from calstack.engine.start import run_engine
     from calstack.grammar import load_grammars
+    from calstack.runtime.dump import DumpDirectory
     from calstack.runtime.facts import CalbinFacts
 
     queue_depth = max(4, int(values["depth"]))
@@ -50,7 +55,10 @@ def engine(calbin: Path, connect: Path, device: str, isa: str, threads: int, com
     def grammars(facts: CalbinFacts) -> Built:
         return load_grammars(calbin, vocab=facts.vocab, eos=facts.eos_ids)
 
-    code = run_engine(calbin, connect, device=device, open_options=open_options, options=options, kv_memory=kv_memory, grammars=grammars)
+    dumps = DumpDirectory(dump_dir, int(values["dump_quota"])) if dump_dir is not None else None
+    code = run_engine(
+        calbin, connect, device=device, open_options=open_options, options=options, kv_memory=kv_memory, grammars=grammars, dumps=dumps
+    )
     if code == DeviceError.exit_code:
         os._exit(code)  # a hung device must not hold the process up
     sys.exit(code)

@@ -385,7 +385,8 @@ class Core:
             refs.append(LaneRef(seq, seq.epoch, count, seq.planned, lanes[-1].emit))
         self._flights[plan_id] = Flight(kind, choice.submodel.key, tuple(refs))
         self._last = kind
-        return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes))
+        known = tuple((ref.seq.submit.prompt, ref.seq.output) for ref in refs)
+        return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known)
 
 
 def _taken(items: list[T]) -> tuple[T, ...]:

@@ -11,7 +11,7 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from calstack.engine.assemble import calbin_info
@@ -25,13 +25,16 @@ from calstack.wire import Drain, EngineFailed, Ready, ServerMessage, StatsReques
 __all__ = ["EngineProcess"]
 
 _LONGEST_SLEEP_S = 1.0
+_DUMPED_FAILURES = 3  # launches that fail for good and are written down
 _POLL_S = 0.002  # longest wait inside a device that has no event descriptor
 
 
 class EngineProcess:
     """Serves one connection until it is told to stop, has drained, or the server is gone."""
 
-    def __init__(self, driver: Driver, link: ServerLink) -> None:
+    def __init__(self, driver: Driver, link: ServerLink, *, dump: Callable[[str], None] | None = None) -> None:
+        """`dump` writes the flight recorder down: when the device is lost, when a launch fails for good, and on SIGUSR1."""
+        self._dump, self._dump_wanted, self._failures = dump, False, 0
         self._driver, self._link = driver, link
         self._selector = selectors.DefaultSelector()
         self._event_fd = driver.runtime.device.event_fd()
@@ -57,6 +60,8 @@ class EngineProcess:
             self._loop()
         except CalstackError as error:
             self._link.send(EngineFailed(error=error_value(error)))
+            if self._dump is not None:
+                self._dump(error.line())
             return error.exit_code
         finally:
             self._link.finish()
@@ -69,6 +74,7 @@ class EngineProcess:
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGUSR1, self._on_usr1)
 
     def _wake(self) -> None:
         """From any thread: look for news now."""
@@ -85,6 +91,18 @@ class EngineProcess:
     def _on_term(self, number: int, frame: FrameType | None) -> None:
         self._terms += 1
 
+    def _on_usr1(self, number: int, frame: FrameType | None) -> None:
+        self._dump_wanted = True
+
+    def _dump_if_due(self) -> None:
+        """On demand, and at the first launches that fail for good (not at each: a bad request may repeat them)."""
+        failures = self._driver.core.counters["failed_launches"]
+        failed = self._failures < failures <= _DUMPED_FAILURES
+        self._failures = failures
+        if self._dump is not None and (failed or self._dump_wanted):
+            self._dump("a launch failed" if failed else "on demand")
+        self._dump_wanted = False
+
     def _loop(self) -> None:
         messages: Sequence[ServerMessage] = ()
         while True:
@@ -93,6 +111,7 @@ class EngineProcess:
                 self._link.send(StepOutput(tokens=result.tokens, launches=tuple(times for _, times in result.ended)))
             if any(isinstance(message, StatsRequest) for message in messages):
                 self._link.send(self._driver.stats())
+            self._dump_if_due()
             if self._over():
                 return
             self._sleep(result)

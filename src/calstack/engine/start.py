@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from calstack.devices.base import OpenOptions
 from calstack.devices.registry import open_device
 from calstack.engine.assemble import assemble
 from calstack.engine.constraints import Built
+from calstack.engine.driver import Driver
 from calstack.engine.link import ServerLink
 from calstack.engine.options import EngineOptions
 from calstack.engine.process import EngineProcess
 from calstack.engine.result import error_value
 from calstack.errors import CalstackError, DeviceError
+from calstack.runtime.dump import DumpDirectory, dumped
 from calstack.runtime.facts import CalbinFacts
 from calstack.wire import EngineFailed
 
@@ -28,6 +31,7 @@ def run_engine(
     open_options: OpenOptions,
     options: EngineOptions,
     kv_memory: int = 0,
+    dumps: DumpDirectory | None = None,
     grammars: Callable[[CalbinFacts], Built] | None = None,
 ) -> int:
     """Serve until told to stop; returns the exit code (with that of DeviceError, the device was left open).
@@ -40,7 +44,7 @@ def run_engine(
         return _failed(link, error)
     try:
         driver = assemble(opened, calbin, options=options, kv_memory=kv_memory, grammars=grammars)
-        process = EngineProcess(driver, link)
+        process = EngineProcess(driver, link, dump=partial(_dump, driver, calbin, dumps) if dumps is not None else None)
         process.install_signals()
         code = process.run()
     except CalstackError as error:
@@ -51,6 +55,11 @@ def run_engine(
     if code != DeviceError.exit_code:  # closing a lost device may never return
         opened.close()
     return code
+
+
+def _dump(driver: Driver, calbin: Path, directory: DumpDirectory, reason: str) -> None:
+    name = driver.runtime.device.info().name
+    directory.write(dumped(driver.runtime.recorder.records(), calbin=str(calbin.resolve()), device=name, reason=reason))
 
 
 def _failed(link: ServerLink, error: CalstackError) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from calstack.devices.base import Completion, LaneInput
@@ -17,11 +18,15 @@ __all__ = ["DeviceWasReset", "LateMask", "LaunchDone", "LaunchPlan", "RuntimeEve
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A launch the engine wants. `id` counts up; a TokenFrom inside `lanes` holds the id of an earlier plan as its ticket."""
+    """A launch the engine wants. `id` counts up; a TokenFrom inside `lanes` holds the id of an earlier plan as its ticket.
+
+    `known`, for the recorder: per lane the prompt ids, and the list of output ids as it grows.
+    """
 
     id: int
     submodel: str
     lanes: tuple[LaneInput, ...]
+    known: tuple[tuple[Sequence[int], Sequence[int]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

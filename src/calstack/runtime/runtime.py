@@ -202,6 +202,14 @@ class Runtime:
                 self._flying.append(flight)
                 self._tickets[flight.plan.id] = flight.ticket
 
+    def _resolved(self, plan: LaunchPlan) -> LaunchPlan:
+        """The plan with the ids that its lanes took from earlier launches, for the recorder."""
+        lanes = list(plan.lanes)
+        for i, lane in enumerate(lanes):
+            if isinstance(lane.tokens, TokenFrom) and (ids := self._sampled.get(lane.tokens.ticket)) is not None:
+                lanes[i] = _with_host_token(lane, ids[lane.tokens.lane])
+        return dataclasses.replace(plan, lanes=tuple(lanes))
+
     def _launch(self, plan: LaunchPlan) -> Launch:
         return Launch(calbin=self._handle, submodel=plan.submodel, lanes=tuple(self._lane(lane) for lane in plan.lanes))
 
@@ -227,7 +235,7 @@ class Runtime:
             if len(self._sampled) > _REMEMBERED:
                 del self._sampled[next(iter(self._sampled))]
             self._resets = 0
-            self.recorder.add(LaunchRecord(flight.plan, flight.attempt, completion))
+            self.recorder.add(LaunchRecord(self._resolved(flight.plan), flight.attempt, completion))
             self._events.append(LaunchDone(flight.plan.id, completion))
         elif isinstance(error, DeviceNeedsReset):
             self._reset(error)
