@@ -57,7 +57,9 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.integers(0, 2),
         tokens=st.integers(1, 40),
         sampling=st.sampled_from(SAMPLINGS),
-        extra=st.sampled_from([{}, {}, {"priority": 1}, {"alone": True}, {"cache_prompt": False}, {"grammar": "8,0"}, {"grammar": "30,0"}]),
+        extra=st.sampled_from(
+            [{}, {}, {"priority": 1}, {"key": "b"}, {"alone": True}, {"cache_prompt": False}, {"grammar": "8,0"}, {"grammar": "30,0"}]
+        ),
         stop=st.none() | st.integers(0, 8),
     )
     def arrive(

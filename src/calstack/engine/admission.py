@@ -13,6 +13,8 @@ from calstack.wire import Submit
 
 __all__ = ["Queue", "check_submit", "output_limit"]
 
+_MOST_KEYS = 1024  # remembered; beyond, those that are owed nothing are forgotten
+
 
 def check_submit(submit: Submit, facts: CalbinFacts, *, context: int, options: EngineOptions) -> None:
     """Raise what a request that can never be served as asked must be refused with."""
@@ -54,29 +56,61 @@ def output_limit(submit: Submit, context: int) -> int:
 
 
 class Queue:
-    """Waiting requests in order of service. Its bounds are checked by the core before a push."""
+    """Waiting requests in order of service. Its bounds are checked by the core before a push.
+
+    Lower priorities first. Among equals, keys take turns by the tokens they have been given (start-time fair queueing): a key that
+    has waited with nothing to do saves up no claim. Within a key, first come, first served. A request that has run before (preempted,
+    restarted) has been paid for and goes ahead.
+    """
 
     def __init__(self) -> None:
-        self._items: list[Sequence] = []
+        self._groups: dict[tuple[int, str], list[Sequence]] = {}  # by priority and key, each in order of arrival; none is empty
+        self._given: dict[str, float] = {}  # by key: virtual time at which its next request may start
+        self._now = 0.0  # virtual start of the last request
+        self._count = 0
         self.tokens = 0  # prompt tokens waiting
 
     def push(self, seq: Sequence) -> None:
-        """Insert by rank."""
-        bisect.insort(self._items, seq, key=lambda s: s.rank)
+        """Insert behind those of its key that came earlier."""
+        bisect.insort(self._groups.setdefault(_group(seq), []), seq, key=lambda s: s.order)
         self.tokens += len(seq.submit.prompt)
+        self._count += 1
 
     def remove(self, seq: Sequence) -> None:
         """Take a waiting request out."""
-        self._items.remove(seq)
+        group = self._groups[_group(seq)]
+        group.remove(seq)
+        if not group:
+            del self._groups[_group(seq)]
         self.tokens -= len(seq.submit.prompt)
+        self._count -= 1
+
+    def charge(self, seq: Sequence) -> None:
+        """The request starts for the first time: its key pays for what it may compute."""
+        key = seq.submit.key
+        self._now = self._start_of(key)
+        self._given[key] = self._now + len(seq.submit.prompt) + seq.limit
+        if len(self._given) > _MOST_KEYS:
+            self._given = {k: v for k, v in self._given.items() if v > self._now}
 
     @property
     def head(self) -> Sequence | None:
         """Who is served next."""
-        return self._items[0] if self._items else None
+        return min((group[0] for group in self._groups.values()), key=self._turn, default=None)
+
+    def _turn(self, seq: Sequence) -> tuple[int, float, int]:
+        start = -1.0 if seq.started_ns else self._start_of(seq.submit.key)
+        return (seq.submit.priority, start, seq.order)
+
+    def _start_of(self, key: str) -> float:
+        return max(self._given.get(key, 0.0), self._now)
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._items)
+        return iter(sorted((seq for group in self._groups.values() for seq in group), key=lambda s: s.rank))
+
+
+def _group(seq: Sequence) -> tuple[int, str]:
+    return (seq.submit.priority, seq.submit.key)

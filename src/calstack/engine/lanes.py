@@ -91,6 +91,8 @@ class Lanes:
             self.pool.release(shared)
             return False
         self.queue.remove(seq)
+        if not seq.started_ns:
+            self.queue.charge(seq)
         slot = self._slots.index(None)
         self._slots[slot] = seq
         seq.start(slot, [*shared, *more], len(shared), key, len(shared) * size, now_ns)
