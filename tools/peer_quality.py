@@ -60,7 +60,7 @@ class Llama:
 
     def logits(self, ids: list[int]) -> npt.NDArray[np.float32]:
         """`[len(ids), vocab]`."""
-        self._llama.reset()  # type: ignore[no-untyped-call]  # the binding has no types
+        self._llama.reset()
         self._llama.eval(ids)
         return np.asarray(self._llama.scores[: len(ids)])
 

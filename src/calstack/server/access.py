@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 from calstack.errors import UsageError
 from calstack.server.config import AccessConfig
 from calstack.server.errors import AuthenticationError
+from calstack.server.page import PAGES
 
 __all__ = ["Access"]
 
-_OPEN = frozenset(["/health", "/v1/health", "/"])
+_OPEN = frozenset(["/health", "/v1/health"])
 _LOCAL = frozenset(["localhost", "127.0.0.1", "::1"])
 _LINE = re.compile(r"(?:(?P<name>[\w.-]+)\s+)?(?:sha256:)?(?P<digest>[0-9a-f]{64})")
 _MOST_KEYS = 10_000
@@ -42,7 +43,7 @@ class Access:
 
     def check(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raise AuthenticationError unless the request may use `path`."""
-        if self._digests is None or path in _OPEN or path.startswith("/static/"):
+        if self._digests is None or path in _OPEN or path in PAGES:
             return
         found = dict(headers)
         given = found.get(b"authorization", b"")

@@ -22,6 +22,7 @@ from calstack.server.errors import InternalError, MethodError, NotFoundError, an
 from calstack.server.exchange import Endpoint, send_json
 from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Encoders, Props, SlotAction, Slots
 from calstack.server.native import understand_infill, understand_native
+from calstack.server.page import PAGES, Page
 from calstack.server.responses import ResponsesRequest, understand_responses
 from calstack.server.schemas import ChatRequest, CompletionRequest, InfillRequest, NativeRequest
 from calstack.server.status import Health, Model, Models, Scrape
@@ -84,6 +85,7 @@ def build_app(context: Context) -> ASGIApp:
         _route("/v1/messages/count_tokens", CountMessages(context), "POST"),
     ]
     routes += [_route(path, Encoders(context), "POST") for path in _ENCODER_ROUTES]
+    routes += [_route(path, Page(name, kind), "GET") for path, (name, kind) in PAGES.items()]
     return _Edge(context, Router(routes, redirect_slashes=False))
 
 
