@@ -12,7 +12,7 @@ from calstack.errors import CalstackError
 __all__ = ["replay"]
 
 
-@click.command(epilog="Example: calstack replay /var/lib/calstack/dumps/launches-20260101T000000-12-1.json")
+@click.command(epilog="Example: calstack replay dumps/launches-1.json")
 @click.argument("dump", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("calbin", type=CALBIN, required=False)
 @click.option("--device", default="cpu", show_default=True, help="Device to run on.")

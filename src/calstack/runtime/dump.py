@@ -101,7 +101,7 @@ class DumpDirectory:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._make_room(len(data))
-            with open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(data)
         except OSError:
             return None
