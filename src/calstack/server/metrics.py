@@ -18,6 +18,7 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 10000.0)
 _LONG_MS = (1.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0, 5120.0, 10240.0, 40960.0, 163840.0)
+_PHASES = ("prefill", "decode")
 
 
 class Metrics:
@@ -36,7 +37,10 @@ class Metrics:
         self.started = time.time()
 
         def launch(name: str, text: str) -> Histogram:
-            return Histogram(f"calrt_{name}_ms", text, ["phase"], buckets=_MS, registry=self.registry)
+            found = Histogram(f"calrt_{name}_ms", text, ["phase"], buckets=_MS, registry=self.registry)
+            for phase in _PHASES:  # at zero from the start: a scraper sees every series before the first request
+                found.labels(phase)
+            return found
 
         self._infer = launch("infer", "Time a launch computed, ms")
         self._h2d = launch("h2d", "Time a launch's inputs were copied to the device, ms")
