@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calstack.calbin.reader import open_calbin
-from calstack.devices.base import OpenOptions
+from calstack.devices.base import CallTime, Completion, OpenOptions
 from calstack.devices.machine import usable_cores
 from calstack.devices.registry import open_device
 from calstack.errors import ArtifactError
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "CallTime",
     "Ceilings",
     "CompileOptions",
+    "Completion",
     "OpenOptions",
     "VerifyReport",
     "ceilings",

@@ -33,6 +33,7 @@ COMMANDS = {
     "run": ("calstack.cli.run:run", "Answer a prompt in the terminal, or chat."),
     "serve": ("calstack.cli.serve:serve", "Serve a calbin over HTTP."),
     "replay": ("calstack.cli.replay:replay", "Run recorded launches again, bit for bit."),
+    "profile": ("calstack.bench.profile:profile", "Show where one launch's time goes, call by call."),
     "bench": ("calstack.bench.cli:bench", "Measure a calbin's speed, in turn with peers."),
 }
 HIDDEN = {"engine": ("calstack.cli.engine:engine", "The engine process; `calstack serve` starts it.")}

@@ -46,7 +46,9 @@ class DirectRunner:
         """Forget everything from `position` on (not beyond what is there)."""
         self._past[lane] = min(position, self._past[lane])
 
-    def prefill(self, ids: Sequence[int], *, lane: int = 0, chunk: int = 0, logits: LogitRows = LogitRows.NONE) -> list[Completion]:
+    def prefill(
+        self, ids: Sequence[int], *, lane: int = 0, chunk: int = 0, logits: LogitRows = LogitRows.NONE, profile: bool = False
+    ) -> list[Completion]:
         """Append `ids` to a lane in launches of at most `chunk` tokens (0 = the largest there is); the last launch samples greedily."""
         submodel = self._largest(Role.PREFILL)
         size = min(chunk or submodel.q_len, submodel.q_len)
@@ -66,7 +68,7 @@ class DirectRunner:
             )
             if len(tickets) - len(done) >= 2:
                 done.append(self._wait(tickets[len(done)]))
-            tickets.append(self.device.submit(Launch(calbin=self._handle, submodel=submodel.key, lanes=(lane_input,))))
+            tickets.append(self.device.submit(Launch(calbin=self._handle, submodel=submodel.key, lanes=(lane_input,), profile=profile)))
             self._past[lane] += len(part)
         done.extend(self._wait(t) for t in tickets[len(done) :])
         return done
