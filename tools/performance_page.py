@@ -5,6 +5,7 @@ Usage: python tools/performance_page.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from calstack.bench.report import Report, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "docs" / "reference" / "bench"
+BARS = REPORTS / "bars.toml"
 PAGE = ROOT / "docs" / "reference" / "performance.md"
 
 HEAD = """# Performance
@@ -23,13 +25,56 @@ This page is written by `python tools/performance_page.py` from the reports in `
 """
 
 
+BARS_HEAD = """## Asked and measured
+
+What this project holds itself to, against what the reports below say. A ratio is our rate over the peer's in the same run.
+
+| report | point | against | asked | measured | |
+|---|---|---|---|---|---|"""
+
+
+class Bar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One figure asked for: a ratio to a peer, a share of the machine's limit, or a slowdown against another point of the report."""
+
+    report: str
+    phase: str
+    at: int  # prompt length of prefill, depth of decode, sequences of batch
+    least: float | None = None
+    most: float | None = None
+    through: str = "device"
+    peer: str | None = None  # None: the limit, or `than`
+    than: int | None = None  # the other point, for `most` times its time per token
+
+
 def page() -> str:
     """The page's text."""
-    parts = [HEAD]
-    for path in sorted(REPORTS.glob("*.json")):
-        command = path.with_suffix(".txt").read_text().strip()
-        parts.append(_section(path.stem, command, msgspec.json.decode(path.read_bytes(), type=Report)))
+    reports = {path.stem: msgspec.json.decode(path.read_bytes(), type=Report) for path in sorted(REPORTS.glob("*.json"))}
+    bars = msgspec.toml.decode(BARS.read_bytes(), type=dict[str, list[Bar]])["bar"]
+    parts = [HEAD, BARS_HEAD, *(_bar(bar, reports[bar.report].rows) for bar in bars if bar.report in reports), ""]
+    for name, report in reports.items():
+        command = (REPORTS / f"{name}.txt").read_text().strip()
+        parts.append(_section(name, command, report))
     return "\n".join(parts)
+
+
+def _bar(bar: Bar, rows: Sequence[Row]) -> str:
+    row = _find(bar, rows, bar.at)
+    if bar.than is not None:
+        value, against = _find(bar, rows, bar.than).tok_s / row.tok_s, f"time per token at {bar.than}"
+    elif bar.peer is None:
+        value, against = row.share_of_limit or 0.0, "the machine's limit"
+    else:
+        value, against = row.ratio or 0.0, bar.peer
+    met = (bar.least is None or value >= bar.least) and (bar.most is None or value <= bar.most)
+    asked = f"≥ {bar.least:g}" if bar.least is not None else f"≤ {bar.most:g}"
+    cells = (bar.report, f"{bar.phase} {bar.at}, {bar.through}", against, asked, f"{value:.2f}", "met" if met else "**not met**")
+    return "| " + " | ".join(cells) + " |"
+
+
+def _find(bar: Bar, rows: Sequence[Row], at: int) -> Row:
+    field = {"prefill": "prompt", "decode": "depth", "batch": "batch"}[bar.phase]
+    fits = [row for row in rows if (row.phase, row.through, getattr(row, field)) == (bar.phase, bar.through, at)]
+    return next(row for row in fits if bar.peer is None or row.peer == bar.peer)
 
 
 def _section(name: str, command: str, report: Report) -> str:
@@ -40,12 +85,13 @@ def _section(name: str, command: str, report: Report) -> str:
         f"```sh\n{command}\n```",
         "",
         f"{machine.cpu}, {machine.threads} threads, {machine.isa}, {machine.memory_gib} GiB; {report.repeats} rounds; "
-        + ", ".join(f"{package} {version}" for package, version in report.versions.items()),
+        + ", ".join(f"{package} {version}" for package, version in report.versions.items())
+        + (f"; read {machine.read_gb_s:.1f} GB/s, int8 {machine.int8_gop_s:.0f} GOP/s" if machine.read_gb_s else ""),
         "",
         "Quality: " + ", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in report.quality.items()) + ".",
         "",
-        "| phase | through | prompt | depth | batch | tok/s | peer | peer tok/s | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| phase | through | prompt | depth | batch | tok/s | peer | peer tok/s | ratio | of limit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(_line(row) for row in report.rows),
         "",
     ]
@@ -65,6 +111,7 @@ def _line(row: Row) -> str:
         row.peer or "",
         peer,
         ratio,
+        f"{row.share_of_limit:.0%}" if row.share_of_limit else "",
     )
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 

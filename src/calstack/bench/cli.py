@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from calstack.bench.peers import PEERS
+from calstack.bench.plot import check_plot, plot
 from calstack.bench.report import Report
 from calstack.bench.runner import points
 from calstack.bench.session import WAYS, Setup, run
@@ -49,6 +50,7 @@ class _Ints(click.ParamType[tuple[int, ...]]):
 @click.option("--isa", default="", help="Force an instruction set of the cpu device.")
 @click.option("--through", default="device", show_default=True, help="Comma-separated: device, engine, http.")
 @click.option("--roofline", is_flag=True, help="Measure the machine's ceilings too and give each row its share of the limit.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path), help="Also draw the rows: a .png, .svg or .pdf file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def bench(
     calbin: Path,
@@ -63,9 +65,12 @@ def bench(
     isa: str,
     through: str,
     roofline: bool,
+    picture: Path | None,
     as_json: bool,
 ) -> None:
     """Measure a calbin's speed, in turn with peers on the same machine."""
+    if picture is not None:
+        check_plot(picture)
     wanted = points(prompt, depth, batch)
     setup = Setup(
         calbin=calbin,
@@ -80,6 +85,8 @@ def bench(
         roofline=roofline,
     )
     report = run(setup, wanted, repeats=repeats, note=_note)
+    if picture is not None:
+        plot(report, picture)
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     else:
