@@ -33,7 +33,7 @@ def parameters(name: str) -> dict[str, str]:
     for planned in made.table.plans:
         tensor = getattr(planned, "weight", None) or getattr(planned, "vector", None)
         assert tensor is not None
-        found[tensor.tensor] = hashlib.sha256(fill(planned, made.table).tobytes()).hexdigest()
+        found[tensor.tensor] = hashlib.sha256(next(fill(planned, made.table)).tobytes()).hexdigest()
     return found
 
 

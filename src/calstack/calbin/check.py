@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+import msgspec
+
 from calstack.calbin.manifest import NUMERICS, PACKED_LAYOUT, KVSpec, Manifest, Submodel
 from calstack.calbin.packing import weight_bytes
 from calstack.calbin.program import (
+    AllGather,
     Attention,
     Buffer,
     Call,
@@ -70,6 +73,10 @@ def _manifest_faults(m: Manifest) -> Iterator[tuple[str, str]]:
     yield from _kv_faults(m)
     for index, chip in enumerate(m.target.chips):
         yield from _range(f"$.target.chips[{index}].activation_bytes", chip.activation_bytes, MOST["bytes"], least=0)
+        yield from _range(f"$.target.chips[{index}].kv_heads", chip.kv_heads, 1 << 16, least=0)
+    together = sum(chip.kv_heads or m.kv.heads for chip in m.target.chips)
+    if together != m.kv.heads:
+        yield "$.target.chips", f"have {together} KV heads together, $.kv.heads is {m.kv.heads}"
     if not 0 < m.model.vocab <= MOST["width"]:
         yield "$.model.vocab", f"is {m.model.vocab}"
 
@@ -144,12 +151,45 @@ def _program_faults(p: Program, s: Submodel, m: Manifest) -> Iterator[tuple[str,
         known = _Known(
             buffers={b.name: b for b in p.buffers if b.chip == chip_id},
             tensors={t.name: t.bytes for t in m.tensors if t.chip == chip_id},
-            kv=m.kv,
+            kv=msgspec.structs.replace(m.kv, heads=chips[chip_id].kv_heads or m.kv.heads),
             rows=p.rows,
         )
         for index, call in enumerate(stream):
             for field, what in known.faults(call):
                 yield f"$.streams[{chip_id}][{index}].{field}", what
+    yield from _gather_faults(p)
+    yield from _head_faults(p, m.model.vocab)
+
+
+def _gather_faults(p: Program) -> Iterator[tuple[str, str]]:
+    """All chips meet at the same sync points in the same order, and the parts of a gather fill its output."""
+    width = {b.name: b.width for b in p.buffers}
+    gathers = [[call for call in stream if isinstance(call, AllGather)] for stream in p.streams]
+    for chip, own in enumerate(gathers):
+        if [(c.sync, c.add) for c in own] != [(c.sync, c.add) for c in gathers[0]]:
+            yield f"$.streams[{chip}]", "has other sync points than chip 0"
+            return
+        yield from _duplicates(f"$.streams[{chip}]", [c.sync for c in own])
+    for together in zip(*gathers, strict=True):
+        parts = sum(width.get(c.x, 0) for c in together if c.x is not None)
+        for chip, call in enumerate(together):
+            if width.get(call.out) != parts:
+                yield f"$.streams[{chip}]", f"gather {call.sync} has {parts} columns for {call.out!r} of {width.get(call.out)}"
+
+
+def _head_faults(p: Program, vocab: int) -> Iterator[tuple[str, str]]:
+    """The chips' heads cover the vocabulary one after the other, and are the last call."""
+    at = 0
+    for chip, stream in enumerate(p.streams):
+        heads = [call for call in stream if isinstance(call, LmHead)]
+        if len(heads) != 1 or stream[-1] is not heads[0]:
+            yield f"$.streams[{chip}]", "must end in its one lm_head"
+            return
+        if heads[0].first != at:
+            yield f"$.streams[{chip}]", f"lm_head begins at {heads[0].first}, the chip before ended at {at}"
+        at += heads[0].weight.n
+    if at != vocab:
+        yield "$.streams", f"the heads have {at} outputs, the vocabulary {vocab} entries"
 
 
 def _buffer_faults(where: str, b: Buffer, p: Program) -> Iterator[tuple[str, str]]:
@@ -183,6 +223,8 @@ class _Known:
             yield from self._heads(call)
         elif isinstance(call, Linear):
             yield from self._linear(call)
+        elif isinstance(call, AllGather):
+            yield from self._all_gather(call)
         else:
             yield from self._lm_head(call)
 
@@ -205,6 +247,13 @@ class _Known:
         else:
             yield from self._buffer("out", c.out or "", c.weight.n)
         yield from self._bias(c.bias, c.weight)
+
+    def _all_gather(self, c: AllGather) -> Iterator[tuple[str, str]]:
+        for field, name in (("x", c.x), ("out", c.out)):
+            if name is not None and (buffer := self._buffers.get(name)) is not None:
+                yield from self._buffer(field, name, buffer.width)
+            elif name is not None:
+                yield field, f"buffer {name!r} does not exist on this chip"
 
     def _lm_head(self, c: LmHead) -> Iterator[tuple[str, str]]:
         yield from self._weight(c.weight)

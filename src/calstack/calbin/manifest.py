@@ -79,6 +79,7 @@ class Chip(_Node, frozen=True, kw_only=True):
     kv_bytes_per_block: int
     dram_bytes: int
     sram_bytes: int
+    kv_heads: int = 0  # of the KV cache's heads, those on this chip; 0 = all
 
 
 class TargetRef(_Node, frozen=True, kw_only=True):

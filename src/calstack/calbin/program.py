@@ -14,6 +14,7 @@ import msgspec
 from calstack.specs import Activation, DType, NormKind, WeightFormat
 
 __all__ = [
+    "AllGather",
     "Attention",
     "Buffer",
     "Call",
@@ -153,7 +154,10 @@ class Linear(_Call, frozen=True, kw_only=True, tag_field="op", tag="linear"):
 
 
 class LmHead(_Call, frozen=True, kw_only=True, tag_field="op", tag="lm_head"):
-    """Final norm and projection of the rows a launch asks for, then sampling, top-k or logits per row."""
+    """Final norm and projection of the rows a launch asks for, then sampling, top-k or logits per row.
+
+    Over several chips each computes `weight.n` vocabulary entries from `first` on; chip 0 gathers them and samples.
+    """
 
     x: str
     norm: Vector
@@ -162,10 +166,25 @@ class LmHead(_Call, frozen=True, kw_only=True, tag_field="op", tag="lm_head"):
     weight: Weight
     bias: Vector | None = None
     softcap: float = 0.0
+    first: int = 0
     OP: ClassVar[str] = "lm_head"
 
 
-Call = Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | LmHead
+class AllGather(_Call, frozen=True, kw_only=True, tag_field="op", tag="all_gather"):
+    """`out` = the chips' `x` side by side, in the order of chips; with `add` it is added to `out` instead.
+
+    A sync point: every chip's stream has the call with the same `sync`, no chip passes it before all have reached it, and `x` may
+    change again behind it. A chip that brings nothing has no `x`.
+    """
+
+    sync: str
+    x: str | None = None
+    out: str
+    add: bool = False
+    OP: ClassVar[str] = "all_gather"
+
+
+Call = Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | LmHead | AllGather
 
 
 class Program(_Node, frozen=True, kw_only=True):

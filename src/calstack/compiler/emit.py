@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import calstack
@@ -19,7 +21,8 @@ from calstack.calbin.manifest import (
 )
 from calstack.calbin.shard import padded
 from calstack.calbin.writer import CalbinWriter, encode_json
-from calstack.compiler.quantize.fill import fill
+from calstack.compiler.partition import Piece, Shards, shares
+from calstack.compiler.quantize.fill import fill, piece_bytes, piece_rows
 from calstack.compiler.quantize.table import ParameterTable, VectorPlan, WeightPlan
 from calstack.compiler.submodels import Draft
 from calstack.progress import Progress
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
     from calstack.graph.model import GraphBundle
 
 __all__ = ["Emission", "emit"]
-
-_SHARD = "params/chip0.safetensors"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Emission:
     kv: KVSpec
     drafts: tuple[Draft, ...]
     table: ParameterTable
+    shards: Shards
 
 
 def emit(e: Emission, writer: CalbinWriter, progress: Progress) -> Manifest:
@@ -52,12 +54,8 @@ def emit(e: Emission, writer: CalbinWriter, progress: Progress) -> Manifest:
     Raises:
         SourceError: when a weight holds NaN or infinity, or cannot be read.
     """
-    plans = e.table.plans
-    progress.stage("weights", sum(plan.bytes for plan in plans))
-    with writer.shard(_SHARD, [(_name(plan), plan.bytes) for plan in plans]) as shard:
-        for plan in plans:
-            shard.add(_name(plan), fill(plan, e.table))
-            progress.advance(plan.bytes)
+    progress.stage("weights", sum(plan.bytes for plan in e.table.plans))
+    _parameters(e, writer, progress)
     progress.stage("programs")
     for draft in e.drafts:
         writer.add_program(draft.submodel.program, draft.program)
@@ -65,8 +63,32 @@ def emit(e: Emission, writer: CalbinWriter, progress: Progress) -> Manifest:
     return _manifest(e, writer)
 
 
-def _name(plan: WeightPlan | VectorPlan) -> str:
-    return plan.weight.tensor if isinstance(plan, WeightPlan) else plan.vector.tensor
+def _parameters(e: Emission, writer: CalbinWriter, progress: Progress) -> None:
+    """Every planned tensor is made once and cut into the chips' pieces."""
+    chips = range(e.shards.chips)
+    with contextlib.ExitStack() as stack:
+        sizes = [[(piece.tensor, piece_bytes(plan, piece.rows)) for plan, piece in _held(e, chip)] for chip in chips]
+        files = [stack.enter_context(writer.shard(_shard(chip), sizes[chip])) for chip in chips]
+        for plan in e.table.plans:
+            wanted = [(chip, piece) for chip in chips for piece in _pieces(e, chip, plan)]
+            for (chip, piece), data in zip(wanted, fill(plan, e.table, [piece.rows for _, piece in wanted]), strict=True):
+                files[chip].add(piece.tensor, data)
+            progress.advance(plan.bytes)
+
+
+def _shard(chip: int) -> str:
+    return f"params/chip{chip}.safetensors"
+
+
+def _pieces(e: Emission, chip: int, plan: WeightPlan | VectorPlan) -> list[Piece]:
+    return [piece for piece in e.shards.pieces(chip).values() if piece.source == plan.name]
+
+
+def _held(e: Emission, chip: int) -> Iterator[tuple[WeightPlan | VectorPlan, Piece]]:
+    """What a chip's shard holds, in its order."""
+    for plan in e.table.plans:
+        for piece in _pieces(e, chip, plan):
+            yield plan, piece
 
 
 def _side_files(bundle: GraphBundle, writer: CalbinWriter) -> None:
@@ -76,25 +98,28 @@ def _side_files(bundle: GraphBundle, writer: CalbinWriter) -> None:
     writer.add("generation.json", encode_json(dict(bundle.generation)))
 
 
-def _packed(plan: WeightPlan | VectorPlan) -> PackedTensor:
+def _packed(plan: WeightPlan | VectorPlan, piece: Piece, chip: int) -> PackedTensor:
+    n, nbytes = piece_rows(plan, piece.rows), piece_bytes(plan, piece.rows)
     if isinstance(plan, WeightPlan):
-        w = plan.weight
-        return PackedTensor(name=w.tensor, chip=0, bytes=plan.bytes, format=w.format, shape=(w.n, w.k))
-    return PackedTensor(name=plan.vector.tensor, chip=0, bytes=plan.bytes, format=WeightFormat.F32, shape=(plan.vector.n,))
+        return PackedTensor(name=piece.tensor, chip=chip, bytes=nbytes, format=plan.weight.format, shape=(n, plan.weight.k))
+    return PackedTensor(name=piece.tensor, chip=chip, bytes=nbytes, format=WeightFormat.F32, shape=(n,))
 
 
-def _chip(e: Emission) -> Chip:
-    parameters = sum(padded(plan.bytes) for plan in e.table.plans)
-    activations = max(draft.program.arena_bytes[0] for draft in e.drafts)
+def _chip(e: Emission, chip: int) -> Chip:
+    begin, end = shares(e.kv.heads, e.shards.chips)[chip]
+    parameters = sum(padded(piece_bytes(plan, piece.rows)) for plan, piece in _held(e, chip))
+    activations = max(draft.program.arena_bytes[chip] for draft in e.drafts)
     longest = max(-(-draft.submodel.context // e.kv.block_positions) for draft in e.drafts)
+    block = e.kv.bytes_per_block // e.kv.heads * (end - begin)
     return Chip(
-        id=0,
-        params=_SHARD,
+        id=chip,
+        params=_shard(chip),
         params_bytes=parameters,
         activation_bytes=activations,
-        kv_bytes_per_block=e.kv.bytes_per_block,
-        dram_bytes=parameters + activations + longest * e.kv.bytes_per_block,
-        sram_bytes=e.target.chips[0].sram_bytes,
+        kv_heads=end - begin,
+        kv_bytes_per_block=block,
+        dram_bytes=parameters + activations + longest * block,
+        sram_bytes=e.target.chips[chip].sram_bytes,
     )
 
 
@@ -104,7 +129,7 @@ def _manifest(e: Emission, writer: CalbinWriter) -> Manifest:
         version=calstack.__version__,
         source=e.bundle.source,
         model=e.spec,
-        target=TargetRef(name=e.target.name, chips=(_chip(e),)),
+        target=TargetRef(name=e.target.name, chips=tuple(_chip(e, chip) for chip in range(e.shards.chips))),
         submodels=tuple(draft.submodel for draft in e.drafts),
         constraints=Constraints(
             max_tokens_per_launch=max(draft.submodel.rows for draft in e.drafts),
@@ -113,7 +138,7 @@ def _manifest(e: Emission, writer: CalbinWriter) -> Manifest:
             kv=("paged",),
         ),
         kv=e.kv,
-        tensors=tuple(_packed(plan) for plan in e.table.plans),
+        tensors=tuple(_packed(plan, piece, chip) for chip in range(e.shards.chips) for plan, piece in _held(e, chip)),
         quant=e.table.quant(),
         compatibility=Compatibility(
             format=f"{FORMAT_MAJOR}.{FORMAT_MINOR}", runtime=f">={calstack.__version__}", compiler=calstack.__version__

@@ -20,6 +20,7 @@ from calstack.compiler.fuse.rule import Fuse, Miss, RemoveDead
 from calstack.compiler.inventory import Row, check_fused, take_inventory
 from calstack.compiler.lower import Lowered, lower
 from calstack.compiler.options import CompileOptions
+from calstack.compiler.partition import Shards
 from calstack.compiler.passes import GraphPass, run_passes
 from calstack.compiler.quantize.table import ParameterTable
 from calstack.compiler.submodels import Draft, draft_submodels
@@ -60,6 +61,7 @@ class Plan:
     inventory: tuple[Row, ...]
     drafts: tuple[Draft, ...]
     table: ParameterTable
+    shards: Shards
     kv: KVSpec
     target: TargetSpec
 
@@ -92,7 +94,8 @@ def plan_bundle(bundle: GraphBundle, options: CompileOptions) -> Plan:
     table = ParameterTable(bundle.tensors, options.quant, keep=origin != "hf")
     prefill, decode = lower(fuse_graph(bundle.prefill), table), lower(fuse_graph(bundle.decode), table)
     kv = _kv_spec([prefill, decode], options.kv_dtype)
-    return Plan(inventory, draft_submodels(prefill, decode, kv, options, context), table, kv, target)
+    shards = Shards(len(target.chips))
+    return Plan(inventory, draft_submodels(prefill, decode, kv, options, context, shards), table, shards, kv, target)
 
 
 def compile_into(bundle: GraphBundle, writer: CalbinWriter, options: CompileOptions, progress: Progress | None = None) -> Manifest:
@@ -105,7 +108,7 @@ def compile_into(bundle: GraphBundle, writer: CalbinWriter, options: CompileOpti
     progress.stage("plan")
     plan = plan_bundle(bundle, options)
     spec = msgspec.structs.replace(bundle.spec, layers=plan.kv.layers)
-    return emit(Emission(bundle, spec, plan.target, plan.kv, plan.drafts, plan.table), writer, progress)
+    return emit(Emission(bundle, spec, plan.target, plan.kv, plan.drafts, plan.table, plan.shards), writer, progress)
 
 
 def _kv_spec(lowered: Sequence[Lowered], dtype: KVDType) -> KVSpec:

@@ -9,7 +9,7 @@ from calstack.calbin.program import LmHead, Program
 from calstack.compiler.lower import Lowered
 from calstack.compiler.memory_plan import plan_buffers
 from calstack.compiler.options import CompileOptions
-from calstack.compiler.partition import partition
+from calstack.compiler.partition import Shards, partition
 from calstack.compiler.workload import workloads
 from calstack.specs import DType, Role
 
@@ -37,17 +37,19 @@ class _Size:
         return f"{self.role}.b{self.batch}.q{self.q_len}.c{self.context}.paged"
 
 
-def draft_submodels(prefill: Lowered, decode: Lowered, kv: KVSpec, options: CompileOptions, context: int) -> tuple[Draft, ...]:
-    """One prefill that takes chunks of as many lanes as the largest batch, and a decode per batch."""
+def draft_submodels(
+    prefill: Lowered, decode: Lowered, kv: KVSpec, options: CompileOptions, context: int, shards: Shards
+) -> tuple[Draft, ...]:
+    """One prefill that takes chunks of as many lanes as the largest batch, and a decode per batch; their tensors are noted in `shards`."""
     rows = min(options.prefill_rows, context)
     sizes = [_Size(Role.PREFILL, max(options.batches), rows, rows, context)]
     sizes += [_Size(Role.DECODE, batch, 1, batch, context) for batch in sorted(options.batches)]
-    return tuple(_draft(size, prefill if size.role is Role.PREFILL else decode, kv) for size in sizes)
+    return tuple(_draft(size, prefill if size.role is Role.PREFILL else decode, kv, shards) for size in sizes)
 
 
-def _draft(size: _Size, lowered: Lowered, kv: KVSpec) -> Draft:
-    streams = partition(lowered.calls, chips=1)
-    planned = [plan_buffers(stream, lowered.widths, size.rows, chip=chip) for chip, stream in enumerate(streams)]
+def _draft(size: _Size, lowered: Lowered, kv: KVSpec, shards: Shards) -> Draft:
+    streams = partition(lowered, shards)
+    planned = [plan_buffers(stream.calls, stream.widths, size.rows, chip=chip) for chip, stream in enumerate(streams)]
     program = Program(
         submodel=size.key,
         rows=size.rows,
@@ -55,7 +57,7 @@ def _draft(size: _Size, lowered: Lowered, kv: KVSpec) -> Draft:
         context=size.context,
         buffers=tuple(buffer for buffers, _ in planned for buffer in buffers),
         arena_bytes=tuple(arena for _, arena in planned),
-        streams=streams,
+        streams=tuple(stream.calls for stream in streams),
     )
     submodel = Submodel(
         key=size.key,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import ml_dtypes
 import numpy as np
 
+from calstack.calbin.packing import packed_bytes
 from calstack.compiler.pack import gate_up_order, pack_codes, pack_floats
 from calstack.compiler.quantize.codes import Codes, join, take_rows
 from calstack.compiler.quantize.importing import import_w4, import_w8
@@ -16,6 +17,8 @@ from calstack.errors import SourceError
 from calstack.specs import WeightFormat
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import numpy.typing as npt
 
     from calstack.calbin.program import Weight
@@ -23,38 +26,71 @@ if TYPE_CHECKING:
 
     Bytes = npt.NDArray[np.uint8]
     Floats = npt.NDArray[np.float32]
+    Ranges = tuple[tuple[int, int], ...]
 
-__all__ = ["fill"]
+__all__ = ["fill", "piece_bytes", "piece_rows"]
 
 _ELEMENT = {WeightFormat.F32: np.dtype(np.float32), WeightFormat.F16: np.dtype(np.float16), WeightFormat.BF16: np.dtype(ml_dtypes.bfloat16)}
 
 
-def fill(plan: WeightPlan | VectorPlan, table: ParameterTable) -> Bytes:
-    """The packed bytes of one planned tensor, `plan.bytes` of them.
+def piece_rows(plan: WeightPlan | VectorPlan, rows: Ranges) -> int:
+    """Outputs of a piece; no ranges = all."""
+    whole = plan.weight.n if isinstance(plan, WeightPlan) else plan.vector.n
+    return sum(end - begin for begin, end in rows) if rows else whole
+
+
+def piece_bytes(plan: WeightPlan | VectorPlan, rows: Ranges) -> int:
+    """Packed size of a piece."""
+    if isinstance(plan, VectorPlan):
+        return 4 * piece_rows(plan, rows)
+    w = plan.weight
+    return packed_bytes(w.format, piece_rows(plan, rows), w.k, w.group, w.minimum)
+
+
+def fill(plan: WeightPlan | VectorPlan, table: ParameterTable, pieces: Sequence[Ranges] = ((),)) -> Iterator[Bytes]:
+    """The packed bytes of each piece of a planned tensor: ranges of its rows, none = all.
 
     Raises:
         SourceError: when a weight holds NaN or infinity.
     """
-    return _vector(plan, table) if isinstance(plan, VectorPlan) else _weight(plan)
+    if isinstance(plan, VectorPlan):
+        return _vectors(plan, table, pieces)
+    return _floats(plan, pieces) if plan.weight.format in _ELEMENT else _quantised(plan, pieces)
 
 
-def _vector(plan: VectorPlan, table: ParameterTable) -> Bytes:
+def _vectors(plan: VectorPlan, table: ParameterTable, pieces: Sequence[Ranges]) -> Iterator[Bytes]:
     values = np.concatenate([_finite(table.floats(part), str(part.name)).reshape(-1) for part in plan.parts])
     if plan.plus_one:
         values = np.float32(1) + values
     if plan.interleave:
         values = values[gate_up_order(len(values) // 2)]
-    return np.ascontiguousarray(values, np.float32).view(np.uint8)
+    for rows in pieces:
+        chosen = values[_order(None, rows)] if rows else values
+        yield np.ascontiguousarray(chosen, np.float32).view(np.uint8)
 
 
-def _weight(plan: WeightPlan) -> Bytes:
-    order = gate_up_order(plan.weight.n // 2) if plan.interleave else None
-    if plan.weight.format in _ELEMENT:
-        rows = np.concatenate([_cast(part, plan.weight.format) for part in plan.parts])
-        return pack_floats(rows if order is None else rows[order])
-    parts = [_codes(part, plan.weight, exact=exact) for part, exact in zip(plan.parts, plan.choice.exact, strict=True)]
-    codes = join(parts)
-    return pack_codes(codes if order is None else take_rows(codes, order))
+def _floats(plan: WeightPlan, pieces: Sequence[Ranges]) -> Iterator[Bytes]:
+    values = np.concatenate([_cast(part, plan.weight.format) for part in plan.parts])
+    whole = gate_up_order(plan.weight.n // 2) if plan.interleave else None
+    for rows in pieces:
+        order = _order(whole, rows)
+        yield pack_floats(values if order is None else values[order])
+
+
+def _quantised(plan: WeightPlan, pieces: Sequence[Ranges]) -> Iterator[Bytes]:
+    codes = join([_codes(part, plan.weight, exact=exact) for part, exact in zip(plan.parts, plan.choice.exact, strict=True)])
+    whole = gate_up_order(plan.weight.n // 2) if plan.interleave else None
+    for rows in pieces:
+        order = _order(whole, rows)
+        yield pack_codes(codes if order is None else take_rows(codes, order))
+
+
+def _order(whole: npt.NDArray[np.intp] | None, rows: Ranges) -> npt.NDArray[np.intp] | None:
+    """Source rows of a piece in their packed order; None = all as they are."""
+    if not rows:
+        return whole
+    places = np.concatenate([np.arange(begin, end, dtype=np.intp) for begin, end in rows])
+    return places if whole is None else whole[places]
 
 
 def _cast(part: StoredTensor, fmt: WeightFormat) -> npt.NDArray[np.generic]:

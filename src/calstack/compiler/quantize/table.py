@@ -35,6 +35,11 @@ class WeightPlan:
     interleave: bool
 
     @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.weight.tensor
+
+    @property
     def bytes(self) -> int:
         """Packed size."""
         w = self.weight
@@ -49,6 +54,11 @@ class VectorPlan:
     parts: tuple[ir.Value, ...]
     plus_one: bool
     interleave: bool
+
+    @property
+    def name(self) -> str:
+        """Of the tensor."""
+        return self.vector.tensor
 
     @property
     def bytes(self) -> int:
