@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "calstack/executor.h"
 
@@ -21,6 +22,8 @@ class CalbinBuilder {
   CalbinBuilder(const std::string& params, int vocab, const KVShape& kv);
   std::unique_ptr<Calbin> take();
 
+  // What follows is the next chip's: its shard, and its share of the KV heads.
+  void chip(const std::string& params, int kv_heads);
   int program(int rows, int lanes, int context, size_t arena_bytes);
   void embed(int layer, const WeightArg& w, float scale, const BufArg& out);
   void rope_table(int layer, const VectorArg& inv_freq, double factor, const BufArg& out);
@@ -31,7 +34,8 @@ class CalbinBuilder {
                        const std::optional<VectorArg>& q_norm, const std::optional<VectorArg>& k_norm, float eps);
   void attention(int layer, const BufArg& qkv, int kv_layer, const HeadsArg& h, float scale, int window, float softcap, const BufArg& out);
   void lm_head(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, const std::optional<VectorArg>& bias,
-               float softcap);
+               float softcap, int first);
+  void all_gather(int layer, const std::vector<BufArg>& parts, const BufArg& out, bool add);
 
  private:
   Program& last();
@@ -41,6 +45,9 @@ class CalbinBuilder {
   const float* vector(const std::optional<VectorArg>& v, int n);
   void weight(Call& c, const WeightArg& w, int k);
   void heads(Call& c, const HeadsArg& h, int kv_layer, const BufArg& qkv);
+
+  void check_gathers() const;
+  Calbin& part();  // the chip that is being built
 
   std::unique_ptr<Calbin> calbin_;
 };

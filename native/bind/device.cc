@@ -14,11 +14,12 @@ using namespace nb::literals;
 namespace calstack::bind {
 namespace {
 
-CpuDevice* open(int threads, const std::string& isa, int queue_depth, bool strict, bool event) {
+CpuDevice* open(int threads, const std::string& isa, int queue_depth, bool strict, bool event,
+                bool isolate) {
   const KernelTable* table = kernels_by_name(isa.c_str());
   if (table == nullptr) throw nb::value_error(("instruction set " + isa + " is not usable here").c_str());
   if (threads < 1 || threads > 1024 || queue_depth < 1 || queue_depth > 64) throw nb::value_error("threads or queue_depth is out of range");
-  return new CpuDevice(*table, {threads, queue_depth, strict, event});
+  return new CpuDevice(*table, {threads, queue_depth, strict, event, isolate});
 }
 
 // Gives a slot back unless it was queued.
@@ -97,6 +98,7 @@ nb::object wait(CpuDevice& device, int64_t ticket, double timeout_s) {
 
 nb::list kv_move(CpuDevice& device, int calbin, nb::handle moves) {
   const KVPool& kv = device.calbin(calbin).kv;
+  const size_t block_bytes = device.calbin(calbin).block_bytes();
   const auto known = [&](int block) {
     if (block < 0 || block >= kv.shape().blocks) throw BoundError("block " + std::to_string(block) + " does not exist");
   };
@@ -109,11 +111,11 @@ nb::list kv_move(CpuDevice& device, int calbin, nb::handle moves) {
     Move m{static_cast<MoveKind>(kind), src, dst, nullptr, nullptr};
     if (m.kind == MoveKind::copy || m.kind == MoveKind::save) known(src);
     if (m.kind != MoveKind::save) known(dst);
-    if (m.kind == MoveKind::restore && data.size() != kv.block_bytes())
-      throw BoundError("a block has " + std::to_string(kv.block_bytes()) + " bytes, not " + std::to_string(data.size()));
+    if (m.kind == MoveKind::restore && data.size() != block_bytes)
+      throw BoundError("a block has " + std::to_string(block_bytes) + " bytes, not " + std::to_string(data.size()));
     if (m.kind == MoveKind::restore) m.in = reinterpret_cast<const uint8_t*>(data.c_str());  // the caller's list keeps it alive
     if (m.kind == MoveKind::save) {
-      nb::bytes out = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(kv.block_bytes())));
+      nb::bytes out = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(block_bytes)));
       m.out = reinterpret_cast<uint8_t*>(const_cast<char*>(out.c_str()));
       saved.append(out);
     }
@@ -168,7 +170,7 @@ void init_device(nb::module_& m) {
   nb::exception<QueueFullError>(m, "QueueFullError");
   nb::exception<BoundError>(m, "BoundError", PyExc_ValueError);
   nb::class_<CpuDevice> c(m, "CpuDevice", "Queue, threads and memory of the cpu device.");
-  c.def(nb::new_(&open), "threads"_a, "isa"_a, "queue_depth"_a, "strict"_a, "event"_a)
+  c.def(nb::new_(&open), "threads"_a, "isa"_a, "queue_depth"_a, "strict"_a, "event"_a, "isolate"_a)
       .def_prop_ro("isa", [](const CpuDevice& d) { return d.kernels().name; })
       .def("load", [](CpuDevice& d, CalbinBuilder& b) { return d.add_calbin(b.take()); }, "builder"_a)
       .def("unload", &CpuDevice::remove_calbin, "calbin"_a);

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <optional>
@@ -26,6 +27,7 @@ int index_of(const std::array<const char*, N>& names, const std::string& name, c
 
 constexpr std::array<const char*, 6> kFormats{"w4a8", "w8a8", "w4a16", "bf16", "f16", "f32"};
 constexpr std::array<const char*, 3> kActs{"silu", "gelu_tanh", "gelu"};
+constexpr int kMostChips = 16;
 constexpr std::array<const char*, 2> kKVTypes{"f32", "bf16"};
 
 }  // namespace
@@ -36,24 +38,69 @@ CalbinBuilder::CalbinBuilder(const std::string& params, int vocab, const KVShape
 
 std::unique_ptr<Calbin> CalbinBuilder::take() {
   if (!calbin_) refuse("the calbin was loaded before");
+  check_gathers();
   return std::move(calbin_);
 }
 
-int CalbinBuilder::program(int rows, int lanes, int context, size_t arena_bytes) {
+Calbin& CalbinBuilder::part() {
   if (!calbin_) refuse("the calbin was loaded before");
+  return calbin_->chip(calbin_->chips() - 1);
+}
+
+void CalbinBuilder::chip(const std::string& params, int kv_heads) {
+  if (!calbin_ || kv_heads <= 0 || calbin_->chips() >= kMostChips) refuse("no chip can be added");
+  KVShape kv = calbin_->kv.shape();
+  kv.kv_heads = kv_heads;
+  calbin_->others.push_back(std::make_unique<Calbin>(params, kv, calbin_->vocab));
+}
+
+// Chips must meet at the same calls in the same order, and a part must lie in its chip's arena.
+void CalbinBuilder::check_gathers() const {
+  const auto gathers = [](const Program& p) {
+    std::vector<const Call*> found;
+    for (const Call& c : p.calls)
+      if (c.op == Op::all_gather || c.op == Op::lm_head) found.push_back(&c);
+    return found;
+  };
+  for (size_t i = 0; i < calbin_->programs.size(); ++i) {
+    const auto first = gathers(*calbin_->programs[i]);
+    for (int chip = 0; chip < calbin_->chips(); ++chip) {
+      const Calbin& own = calbin_->chip(chip);
+      if (own.programs.size() != calbin_->programs.size()) refuse("chips have different numbers of programs");
+      const auto calls = gathers(*own.programs[i]);
+      if (calls.size() != first.size()) refuse("chips have different sync points");
+      for (size_t k = 0; k < calls.size(); ++k) {
+        if (calls[k]->op != first[k]->op || calls[k]->parts.size() != first[k]->parts.size()) refuse("chips have different sync points");
+        if (calls[k]->op != Op::all_gather) continue;
+        if (calls[k]->parts.size() != static_cast<size_t>(calbin_->chips())) refuse("a gather has not one part per chip");
+        const Buf& b = calls[k]->parts[static_cast<size_t>(chip)];
+        for (const Call* other : {first[k], calls[k]})
+          if (other->parts[static_cast<size_t>(chip)].offset != b.offset || other->parts[static_cast<size_t>(chip)].width != b.width)
+            refuse("chips name different parts of a gather");
+        const size_t bytes = static_cast<size_t>(own.programs[i]->rows) * static_cast<size_t>(b.width) * sizeof(float);
+        if (b.width < 0 || b.offset % 64 != 0 || b.offset > own.programs[i]->arena_bytes || bytes > own.programs[i]->arena_bytes - b.offset)
+          refuse("a gathered part lies outside its chip's arena");
+      }
+    }
+  }
+}
+
+int CalbinBuilder::program(int rows, int lanes, int context, size_t arena_bytes) {
   if (rows <= 0 || lanes <= 0 || context <= 0 || lanes > rows) refuse("rows, lanes and context must be positive, lanes at most rows");
   auto p = std::make_unique<Program>();
   p->rows = rows;
   p->lanes = lanes;
   p->context = context;
   p->arena_bytes = arena_bytes;
-  calbin_->programs.push_back(std::move(p));
-  return static_cast<int>(calbin_->programs.size()) - 1;
+  auto& programs = part().programs;
+  p->index = static_cast<int>(programs.size());
+  programs.push_back(std::move(p));
+  return programs.back()->index;
 }
 
 Program& CalbinBuilder::last() {
-  if (!calbin_ || calbin_->programs.empty()) refuse("no program was begun");
-  return *calbin_->programs.back();
+  if (part().programs.empty()) refuse("no program was begun");
+  return *part().programs.back();
 }
 
 Call& CalbinBuilder::add(Op op, int layer) {
@@ -74,7 +121,7 @@ Buf CalbinBuilder::buf(const BufArg& b, int width) {
 }
 
 const uint8_t* CalbinBuilder::bytes(size_t offset, size_t needed, size_t there) {
-  const MappedFile& f = calbin_->params;
+  const MappedFile& f = part().params;
   if (offset % 64 != 0 || offset > f.size() || there > f.size() - offset || needed > there) refuse("a tensor has too few bytes");
   return f.data() + offset;
 }
@@ -143,7 +190,7 @@ void CalbinBuilder::linear(int layer, const BufArg& x, const WeightArg& w, const
 
 void CalbinBuilder::heads(Call& c, const HeadsArg& h, int kv_layer, const BufArg& qkv) {
   const auto [heads, kv_heads, head_dim] = h;
-  const KVShape& kv = calbin_->kv.shape();
+  const KVShape& kv = part().kv.shape();
   if (kv_heads != kv.kv_heads || head_dim != kv.head_dim) refuse("KV heads or head_dim differ from the KV cache");
   if (heads <= 0 || heads % kv_heads != 0) refuse("heads must be a multiple of KV heads");
   if (kv_layer < 0 || kv_layer >= kv.layers) refuse("no KV layer " + std::to_string(kv_layer));
@@ -176,14 +223,29 @@ void CalbinBuilder::attention(int layer, const BufArg& qkv, int kv_layer, const 
 }
 
 void CalbinBuilder::lm_head(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w,
-                            const std::optional<VectorArg>& bias, float softcap) {
+                            const std::optional<VectorArg>& bias, float softcap, int first) {
   Call& c = add(Op::lm_head, layer);
   c.x = buf(x, 0);
   weight(c, w, c.x.width);
-  if (c.weight.n != calbin_->vocab) refuse("lm_head has not one output per vocabulary entry");
+  if (first < 0 || first > calbin_->vocab - c.weight.n) refuse("lm_head has outputs beyond the vocabulary");
+  if (calbin_->chips() == 1 && first != 0) refuse("the first chip's lm_head begins at 0");
+  c.first = first;
   c.norm = {vector(norm, c.x.width), eps};
   c.bias = vector(bias, c.weight.n);
   c.softcap = softcap;
+}
+
+void CalbinBuilder::all_gather(int layer, const std::vector<BufArg>& parts, const BufArg& out, bool add) {
+  Call& c = this->add(Op::all_gather, layer);
+  c.out = buf(out, 0);
+  c.add = add;
+  int width = 0;
+  for (const auto& [offset, w] : parts) {
+    if (w < 0 || w > c.out.width - width) refuse("the parts of a gather are wider than its output");
+    width += w;
+    c.parts.push_back({offset, w});  // where it lies is checked when every chip's arena is known
+  }
+  if (width != c.out.width) refuse("the parts of a gather do not fill its output");
 }
 
 void init_program(nb::module_& m) {
@@ -195,6 +257,7 @@ void init_program(nb::module_& m) {
              new (self) CalbinBuilder(params, vocab, {kv_type(kv_dtype), layers, kv_heads, head_dim, blocks});
            },
            "params"_a, "vocab"_a, "kv_dtype"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "blocks"_a)
+      .def("chip", &CalbinBuilder::chip, "params"_a, "kv_heads"_a)
       .def("program", &CalbinBuilder::program, "rows"_a, "lanes"_a, "context"_a, "arena_bytes"_a)
       .def("embed", &CalbinBuilder::embed, "layer"_a, "weight"_a, "scale"_a, "out"_a)
       .def("rope_table", &CalbinBuilder::rope_table, "layer"_a, "inv_freq"_a, "attention_factor"_a, "out"_a)
@@ -203,7 +266,8 @@ void init_program(nb::module_& m) {
       .def("qk_norm_rope_kv", &CalbinBuilder::qk_norm_rope_kv, "layer"_a, "qkv"_a, "table"_a, "kv_layer"_a, "heads"_a, "rope_dim"_a,
            "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a)
       .def("attention", &CalbinBuilder::attention, "layer"_a, "qkv"_a, "kv_layer"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "out"_a)
-      .def("lm_head", &CalbinBuilder::lm_head, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "bias"_a.none(), "softcap"_a);
+      .def("lm_head", &CalbinBuilder::lm_head, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "bias"_a.none(), "softcap"_a, "first"_a)
+      .def("all_gather", &CalbinBuilder::all_gather, "layer"_a, "parts"_a, "out"_a, "add"_a);
 }
 
 }  // namespace calstack::bind

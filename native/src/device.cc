@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "chip_teams.h"
+
 namespace calstack {
 namespace {
 
@@ -20,12 +22,16 @@ int64_t now_ns() {
 
 }  // namespace
 
-void move_block(KVPool& kv, const Move& m) {
-  switch (m.kind) {
-    case MoveKind::copy: return kv.copy(m.src, m.dst);
-    case MoveKind::save: return kv.save(m.src, m.out);
-    case MoveKind::restore: return kv.restore(m.dst, m.in);
-    case MoveKind::clear: return kv.clear(m.dst);
+// Saved blocks are the chips' parts one after the other.
+void move_block(Calbin& calbin, const Move& m) {
+  size_t at = 0;
+  for (int chip = 0; chip < calbin.chips(); ++chip) {
+    KVPool& kv = calbin.chip(chip).kv;
+    if (m.kind == MoveKind::copy) kv.copy(m.src, m.dst);
+    if (m.kind == MoveKind::save) kv.save(m.src, m.out + at);
+    if (m.kind == MoveKind::restore) kv.restore(m.dst, m.in + at);
+    if (m.kind == MoveKind::clear) kv.clear(m.dst);
+    at += kv.block_bytes();
   }
 }
 
@@ -64,17 +70,29 @@ const Calbin& CpuDevice::calbin(int id) const { return *find(id)->calbin; }
 int CpuDevice::add_calbin(std::unique_ptr<Calbin> calbin) {
   std::unique_lock lock(mutex_);
   wait_idle(lock);
-  size_t arena = 0;
-  for (const auto& p : calbin->programs) {
-    arena = std::max(arena, p->arena_bytes);
+  for (const auto& p : calbin->programs)
     for (auto& s : sampled_) s.tokens.reserve(std::max(s.tokens.capacity(), static_cast<size_t>(p->lanes)));
+  for (int chip = 0; chip < calbin->chips(); ++chip) {
+    size_t arena = 0;
+    for (const auto& p : calbin->chip(chip).programs) arena = std::max(arena, p->arena_bytes);
+    calbin->chip(chip).arena = Region(arena);
   }
-  calbin->arena = Region(arena);
-  executor_.prepare(*calbin);
+  prepare(*calbin);
   Loaded entry{next_calbin_++, std::move(calbin), {}};
   for (int i = 0; i < options_.queue_depth + kSpareSlots; ++i) entry.slots.push_back(std::make_unique<Slot>(*entry.calbin, entry.id));
   loaded_.push_back(std::move(entry));
   return loaded_.back().id;
+}
+
+// With no launch running.
+void CpuDevice::prepare(const Calbin& calbin) {
+  if (calbin.chips() == 1) return executor_.prepare(calbin);
+  if (teams_ == nullptr || teams_->chips() < calbin.chips()) {
+    teams_ = std::make_unique<ChipTeams>(kernels_, calbin.chips(), options_.threads);
+    for (const auto& l : loaded_)
+      if (l.calbin->chips() > 1) teams_->prepare(*l.calbin);
+  }
+  teams_->prepare(calbin);
 }
 
 void CpuDevice::remove_calbin(int id) {
@@ -201,11 +219,11 @@ void CpuDevice::wait_idle(std::unique_lock<std::mutex>& lock) {
 
 void CpuDevice::kv_move(int calbin_id, const std::vector<Move>& moves) {
   std::unique_lock lock(mutex_);
-  KVPool& kv = find(calbin_id)->calbin->kv;
+  Calbin& calbin = *find(calbin_id)->calbin;
   const bool host = std::any_of(moves.begin(), moves.end(), [](const Move& m) { return m.in != nullptr || m.out != nullptr; });
   if (idle() || host || moves_.size() + moves.size() > kMostMoves) {
     wait_idle(lock);
-    for (const Move& m : moves) move_block(kv, m);
+    for (const Move& m : moves) move_block(calbin, m);
     return;
   }
   for (const Move& m : moves) moves_.push_back({next_ticket_ - 1, calbin_id, m});
@@ -251,11 +269,14 @@ MemoryUse CpuDevice::memory() const {
   std::lock_guard lock(mutex_);
   MemoryUse use;
   for (const auto& l : loaded_) {
-    use.parameters += l.calbin->params.size();
-    use.kv += l.calbin->kv.committed_bytes();
-    use.activations += l.calbin->arena.size();
+    for (int chip = 0; chip < l.calbin->chips(); ++chip) {
+      const Calbin& part = l.calbin->chip(chip);
+      use.parameters += part.params.size();
+      use.kv += part.kv.committed_bytes();
+      use.activations += part.arena.size();
+    }
   }
-  use.activations += loaded_.empty() ? 0 : executor_.scratch_bytes();
+  if (!loaded_.empty()) use.activations += executor_.scratch_bytes() + (teams_ != nullptr ? teams_->scratch_bytes() : 0);
   for (const auto& b : buffers_) use.buffers += b.region.size();
   return use;
 }
@@ -273,7 +294,8 @@ void CpuDevice::reset() {
   moves_.clear();
   done_.wait(lock, [this] { return running_ == nullptr && !moving_; });
   abort_.store(false);
-  for (auto& l : loaded_) l.calbin->kv.clear_all();
+  for (auto& l : loaded_)
+    for (int chip = 0; chip < l.calbin->chips(); ++chip) l.calbin->chip(chip).kv.clear_all();
   for (auto& s : sampled_) s.ticket = -1;
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "calstack/device.h"
+#include "chip_teams.h"
 
 namespace calstack {
 namespace {
@@ -123,6 +124,7 @@ void CpuDevice::dispatch() {
     {
       std::unique_lock lock(mutex_);
       if (waiting_ == 0) pool_.park();
+      if (waiting_ == 0 && teams_ != nullptr) teams_->park();
       queued_.wait(lock, [this] { return stop_ || waiting_ > 0 || !moves_.empty(); });
       if (stop_) return drop_queue(Outcome::cancelled, "the device was closed");
       if (waiting_ > 0) {
@@ -149,12 +151,12 @@ void CpuDevice::take_moves(int64_t before) {
 // Outside the lock, so that giving pages back delays no submit; a calbin is not unloaded meanwhile.
 void CpuDevice::apply_moves() {
   for (const QueuedMove& m : batch_) {
-    KVPool* kv = nullptr;
+    Calbin* calbin = nullptr;
     {
       std::lock_guard lock(mutex_);
-      kv = &find(m.calbin_id)->calbin->kv;
+      calbin = find(m.calbin_id)->calbin.get();
     }
-    move_block(*kv, m.move);
+    move_block(*calbin, m.move);
   }
   std::lock_guard lock(mutex_);
   moving_ = false;
@@ -176,11 +178,11 @@ void CpuDevice::execute(Slot& slot) {
   for (int i = 0; i < d.lanes; ++i) {
     const Lane& lane = d.lane[static_cast<size_t>(i)];
     for (int b = lane.past / kBlockPositions; lane.cur > 0 && b <= (lane.past + lane.cur - 1) / kBlockPositions; ++b)
-      calbin->kv.touch(slot.table(i)[b]);
+      for (int chip = 0; chip < calbin->chips(); ++chip) calbin->chip(chip).kv.touch(slot.table(i)[b]);
   }
   expect_masks(slot);
   slot.started_ns = now_ns();
-  const bool ran = known && executor_.run(*calbin, d, abort_);
+  const bool ran = known && run(*calbin, d);
   slot.infer_ns = now_ns() - slot.started_ns - d.d2h_ns - slot.mask_wait_ns;
   std::lock_guard lock(mutex_);
   running_ = nullptr;
@@ -189,6 +191,10 @@ void CpuDevice::execute(Slot& slot) {
   if (!ran) return complete(slot, Outcome::needs_reset, "the device was reset");
   if (d.nan_lane >= 0) return complete(slot, Outcome::failed, ("logits of lane " + std::to_string(d.nan_lane) + " hold NaN").c_str());
   finish(slot);
+}
+
+bool CpuDevice::run(const Calbin& calbin, LaunchData& launch) {
+  return calbin.chips() == 1 ? executor_.run(calbin, launch, abort_) : teams_->run(calbin, launch, abort_, options_.isolate);
 }
 
 void CpuDevice::expect_masks(Slot& slot) {

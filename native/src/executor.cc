@@ -51,11 +51,17 @@ bool quantised(const Weight& w) { return w.format == WFmt::w4a8 || w.format == W
 }  // namespace
 
 const char* op_name(Op op) {
-  static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head"};
+  static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head", "all_gather"};
   return names[static_cast<int>(op)];
 }
 
 Calbin::Calbin(const std::string& path, const KVShape& shape, int vocab_) : params(path), kv(shape), vocab(vocab_) {}
+
+size_t Calbin::block_bytes() const {
+  size_t sum = 0;
+  for (int i = 0; i < chips(); ++i) sum += chip(i).kv.block_bytes();
+  return sum;
+}
 
 Executor::Executor(const KernelTable& kernels, ThreadPool& pool)
     : kernels_(kernels), pool_(pool), scratch_(std::make_unique<Scratch>(pool.threads())) {}
@@ -81,15 +87,20 @@ void Executor::prepare(const Calbin& calbin) {
   }
 }
 
-bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<bool>& abort) {
-  const auto& calls = launch.program->calls;
-  const int64_t begin = launch.profile ? now_ns() : 0;
+bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<bool>& abort, ChipLink* link, int chip) {
+  link_ = link;
+  abort_ = &abort;
+  chip_ = chip;
+  halted_ = false;
+  const auto& calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls;
+  const bool profile = launch.profile && chip == 0;
+  const int64_t begin = profile ? now_ns() : 0;
   int64_t last = begin;
   for (size_t i = 0; i < calls.size(); ++i) {
     if (abort.load(std::memory_order_relaxed)) return false;
     call(calbin, calls[i], launch);
-    if (launch.dropped) return false;
-    if (launch.profile) {
+    if (halted_) return false;
+    if (profile) {
       const int64_t t = now_ns();
       launch.spans[i] = {last - begin, t - last};
       last = t;
@@ -106,6 +117,7 @@ void Executor::call(const Calbin& calbin, const Call& c, LaunchData& launch) {
     case Op::qk_norm_rope_kv: return rope_kv(calbin, c, launch);
     case Op::attention: return attention(calbin, c, launch);
     case Op::lm_head: return lm_head(calbin, c, launch);
+    case Op::all_gather: return all_gather(calbin, c, launch);
     case Op::norm_linear:
     case Op::linear: return linear(c, at(calbin, c.x), stride(c.x), launch.rows, at(calbin, c.out), stride(c.out));
   }

@@ -41,14 +41,16 @@ void Executor::lm_head(const Calbin& calbin, const Call& c, LaunchData& launch) 
       std::memcpy(s.head_x.as<float>() + s.head.size() * width, x + static_cast<size_t>(lane.first_row + r) * width, width * sizeof(float));
       s.head.push_back({lane.first_row + r, i, to, lane.emit && r == lane.cur - 1});
       if (s.head.size() == kHeadRows) head_chunk(calbin, c, launch, kHeadRows);
+      if (halted_) return;
     }
   }
   if (!s.head.empty()) head_chunk(calbin, c, launch, static_cast<int>(s.head.size()));
 }
 
 void Executor::head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count) {
-  const size_t vocab = static_cast<size_t>(calbin.vocab);
-  linear(c, scratch_->head_x.as<float>(), static_cast<size_t>(c.x.width), count, scratch_->logits.as<float>(), vocab);
+  const size_t stride = static_cast<size_t>(chip_ == 0 ? calbin.vocab : c.weight.n);
+  linear(c, scratch_->head_x.as<float>(), static_cast<size_t>(c.x.width), count, scratch_->logits.as<float>(), stride);
+  if (link_ != nullptr && (!gather_logits(c, calbin.vocab, count) || chip_ != 0)) return scratch_->head.clear();
   const int64_t before = now_ns();
   copy_logits(c.softcap, calbin.vocab, launch, count);
   launch.d2h_ns += now_ns() - before;
@@ -79,7 +81,8 @@ void Executor::sample(const Call& c, int vocab, LaunchData& launch, int count) {
     launch.dropped = !launch.masks();
     launch.masks = nullptr;
   }
-  if (launch.dropped) return;
+  halted_ = halted_ || launch.dropped;
+  if (halted_) return;
   if (launch.strict) {
     for (int i = count - 1; i >= 0; --i) {
       const float* row = scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab);

@@ -45,6 +45,7 @@ CallWork call_work(const Call& c, const LaunchData& launch, const KVShape& kv) {
     case Op::attention: return attention_work(c, launch, kv);
     case Op::norm_linear:
     case Op::linear: return linear_work(c, rows);
+    case Op::all_gather: return {rows * 8 * c.out.width, c.add ? rows * c.out.width : 0};
     case Op::lm_head: return linear_work(c, head_rows(launch));
   }
   return {};

@@ -49,6 +49,8 @@ MappedFile::MappedFile(const std::string& path) {
   data_ = static_cast<const uint8_t*>(p);
 }
 
+void MappedFile::readable(bool yes) const { mprotect(const_cast<uint8_t*>(data_), size_, yes ? PROT_READ : PROT_NONE); }
+
 MappedFile::~MappedFile() { munmap(const_cast<uint8_t*>(data_), size_); }
 
 }  // namespace calstack

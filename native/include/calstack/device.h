@@ -10,9 +10,12 @@
 
 namespace calstack {
 
+class ChipTeams;
+
 struct DeviceOptions {
   int threads = 1, queue_depth = 4;
   bool strict = false, event = true;
+  bool isolate = false;  // chips of a launch run one at a time, and none can read another's shard
 };
 
 struct QueueFullError : std::runtime_error {
@@ -62,7 +65,7 @@ struct Move {
   uint8_t* out;       // save
 };
 
-void move_block(KVPool& kv, const Move& m);
+void move_block(Calbin& calbin, const Move& m);
 
 constexpr size_t kMostMoves = 1024;  // queued at once
 
@@ -144,6 +147,8 @@ class CpuDevice {
   void take_moves(int64_t before);
   void apply_moves();
   void execute(Slot& slot);
+  bool run(const Calbin& calbin, LaunchData& launch);
+  void prepare(const Calbin& calbin);
   bool resolve_tokens(Slot& slot);
   void expect_masks(Slot& slot);
   bool await_masks(Slot& slot);
@@ -158,6 +163,7 @@ class CpuDevice {
   DeviceOptions options_;
   ThreadPool pool_;
   Executor executor_;
+  std::unique_ptr<ChipTeams> teams_;  // for calbins of several chips: there once one was loaded
   int event_fd_ = -1;
 
   mutable std::mutex mutex_;

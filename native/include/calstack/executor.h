@@ -44,6 +44,7 @@ class MappedFile {
   MappedFile& operator=(const MappedFile&) = delete;
   const uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
+  void readable(bool yes) const;  // whether a read of it faults; for tests that chips keep to their own shard
 
  private:
   const uint8_t* data_ = nullptr;
@@ -81,7 +82,7 @@ class KVPool {
   std::atomic<size_t> committed_{0};
 };
 
-enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head };
+enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather };
 const char* op_name(Op op);
 
 struct Buf {
@@ -107,9 +108,13 @@ struct Call {
   const float* inv_freq = nullptr;
   float eps = 0.0f, scale = 1.0f, softcap = 0.0f;
   double attention_factor = 1.0;
+  int first = 0;           // lm_head: vocabulary entry of its first output
+  bool add = false;        // all_gather
+  std::vector<Buf> parts;  // all_gather: by chip, in that chip's arena; width 0 = nothing
 };
 
 struct Program {
+  int index = 0;  // in its calbin
   int rows = 0, lanes = 0, context = 0;
   size_t arena_bytes = 0;
   std::vector<Call> calls;
@@ -155,16 +160,20 @@ struct LaunchData {
   int nan_lane = -1;            // strict: first lane whose logits hold a NaN
 };
 
-// A loaded calbin on this device.
+// A loaded calbin on this device, or one chip's part of it: the first chip's holds the others.
 struct Calbin {
   Calbin(const std::string& params, const KVShape& kv, int vocab);
-  size_t memory_parameters() const { return params.size(); }
+  int chips() const { return 1 + static_cast<int>(others.size()); }
+  Calbin& chip(int index) { return index == 0 ? *this : *others[static_cast<size_t>(index) - 1]; }
+  const Calbin& chip(int index) const { return const_cast<Calbin*>(this)->chip(index); }
+  size_t block_bytes() const;  // of a KV block over all chips
 
   MappedFile params;
   KVPool kv;
   int vocab;
   std::vector<std::unique_ptr<Program>> programs;
   Region arena;
+  std::vector<std::unique_ptr<Calbin>> others;
 };
 
 // Work of a call in a launch, for profiles: bytes of weights, activations and KV that it must move, and operations.
@@ -174,6 +183,7 @@ struct CallWork {
 CallWork call_work(const Call& call, const LaunchData& launch, const KVShape& kv);
 
 class Scratch;
+class ChipLink;
 
 class Executor {
  public:
@@ -184,8 +194,9 @@ class Executor {
   void prepare(const Calbin& calbin);
   size_t scratch_bytes() const;
 
-  // Runs the launch's program. False when `abort` was set between two calls, or when masks did not come.
-  bool run(const Calbin& calbin, LaunchData& launch, const std::atomic<bool>& abort);
+  // Runs the launch's program. False when `abort` was set between two calls, or when masks did not come. With a link: the program
+  // of that chip, whose part of the calbin this is.
+  bool run(const Calbin& calbin, LaunchData& launch, const std::atomic<bool>& abort, ChipLink* link = nullptr, int chip = 0);
 
  private:
   void call(const Calbin& calbin, const Call& c, LaunchData& launch);
@@ -202,12 +213,20 @@ class Executor {
   void attention_splits(const Calbin& calbin, const Call& c, LaunchData& launch);
   void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
   void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);
+  void all_gather(const Calbin& calbin, const Call& c, LaunchData& launch);
+  bool gather_logits(const Call& c, int vocab, int count);
+  bool meet();
   void copy_logits(float softcap, int vocab, LaunchData& launch, int count);
   void sample(const Call& c, int vocab, LaunchData& launch, int count);
 
   const KernelTable& kernels_;
   ThreadPool& pool_;
   std::unique_ptr<Scratch> scratch_;
+  // Of the launch that runs.
+  ChipLink* link_ = nullptr;
+  const std::atomic<bool>* abort_ = nullptr;
+  int chip_ = 0;
+  bool halted_ = false;
 };
 
 }  // namespace calstack

@@ -45,19 +45,23 @@ _MOST_BLOCKS = 1 << 24
 
 
 class CpuDevice:
-    """See `devices.base.Device`. `extra` options: none.
+    """See `devices.base.Device`. `extra` options: `isolate_chips=1` runs chips one at a time, each able to read only its own shard.
+
+    A calbin of several chips runs with a thread team per chip.
 
     Raises:
         UsageError: when the instruction set is not usable here, or an option is not known.
     """
 
     def __init__(self, options: OpenOptions) -> None:
-        if options.extra:
-            raise UsageError(f"unknown device option {options.extra[0][0]!r}", where="cpu", remedy="the cpu device takes none")
+        extra = dict(options.extra)
+        isolate = extra.pop("isolate_chips", "0") == "1"
+        if extra:
+            raise UsageError(f"unknown device option {next(iter(extra))!r}", where="cpu", remedy="the cpu device takes isolate_chips")
         threads = options.threads or usable_cores()
         try:
             self._native: NativeDevice | None = NativeDevice(
-                threads, options.isa, options.queue_depth, options.strict, options.completion == "event"
+                threads, options.isa, options.queue_depth, options.strict, options.completion == "event", isolate
             )
         except (ValueError, RuntimeError) as error:
             raise UsageError(str(error), where="cpu", remedy="try another --isa, --threads or queue depth") from error

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import functools
 
-from calstack.calbin.program import Attention, Call, Embed, Linear, LmHead, NormLinear, Program, QkNormRopeKv, RopeTable, Vector, Weight
+from calstack.calbin.program import (
+    AllGather,
+    Attention,
+    Call,
+    Embed,
+    Linear,
+    LmHead,
+    NormLinear,
+    Program,
+    QkNormRopeKv,
+    RopeTable,
+    Vector,
+    Weight,
+)
 from calstack.calbin.reader import Calbin
 from calstack.errors import ArtifactError, UnsupportedError
 from calstack.native import CalbinBuilder
@@ -17,25 +30,21 @@ _WeightArg = tuple[int, int, str, int, int, int, bool]
 
 
 def build_calbin(calbin: Calbin, kv_blocks: int) -> CalbinBuilder:
-    """A builder holding every submodel's program, in the order of the manifest.
+    """A builder holding every submodel's program, in the order of the manifest, chip by chip.
 
     Raises:
-        ArtifactError: when a size does not fit, or the calbin needs more than one chip.
+        ArtifactError: when a size does not fit.
     """
-    manifest = calbin.manifest
-    if len(manifest.target.chips) != 1:
-        raise ArtifactError(
-            f"is compiled for {len(manifest.target.chips)} chips, the cpu device is one",
-            where=str(calbin.path),
-            remedy="compile it for `cpu`",
-        )
-    kv = manifest.kv
+    manifest, kv = calbin.manifest, calbin.manifest.kv
+    first, *others = manifest.target.chips
     try:
         builder = CalbinBuilder(
-            str(calbin.path / manifest.target.chips[0].params), manifest.model.vocab, kv.dtype, kv.layers, kv.heads, kv.head_dim, kv_blocks
+            str(calbin.path / first.params), manifest.model.vocab, kv.dtype, kv.layers, first.kv_heads or kv.heads, kv.head_dim, kv_blocks
         )
-        for submodel in manifest.submodels:
-            _Translator(builder, calbin, calbin.program(submodel.key)).run()
+        _programs(builder, calbin, first.id)
+        for chip in others:
+            builder.chip(str(calbin.path / chip.params), chip.kv_heads)
+            _programs(builder, calbin, chip.id)
     except (ValueError, MemoryError, RuntimeError) as error:
         raise ArtifactError(
             str(error) or "memory cannot be reserved", where=str(calbin.path), remedy="compile the model again, or use fewer KV blocks"
@@ -43,16 +52,24 @@ def build_calbin(calbin: Calbin, kv_blocks: int) -> CalbinBuilder:
     return builder
 
 
+def _programs(builder: CalbinBuilder, calbin: Calbin, chip: int) -> None:
+    for submodel in calbin.manifest.submodels:
+        _Translator(builder, calbin, calbin.program(submodel.key), chip).run()
+
+
 class _Translator:
-    def __init__(self, builder: CalbinBuilder, calbin: Calbin, program: Program) -> None:
-        self._to, self._program = builder, program
-        self._shard = calbin.shard(0)
-        self._buffers = {b.name: (b.offset, b.width) for b in program.buffers if b.chip == 0}
+    def __init__(self, builder: CalbinBuilder, calbin: Calbin, program: Program, chip: int) -> None:
+        self._to, self._program, self._chip = builder, program, chip
+        self._shard = calbin.shard(chip)
+        self._buffers = {b.name: (b.offset, b.width) for b in program.buffers}
+        self._parts: dict[str, list[tuple[int, int]]] = {}  # of each gather, by chip
+        for call in (call for stream in program.streams for call in stream if isinstance(call, AllGather)):
+            self._parts.setdefault(call.sync, []).append((0, 0) if call.x is None else self._buffers[call.x])
 
     def run(self) -> None:
         p = self._program
-        self._to.program(p.rows, p.lanes, p.context, p.arena_bytes[0])
-        for call in p.streams[0]:
+        self._to.program(p.rows, p.lanes, p.context, p.arena_bytes[self._chip])
+        for call in p.streams[self._chip]:
             self.call(call)
 
     @functools.singledispatchmethod
@@ -107,7 +124,12 @@ class _Translator:
     @call.register
     def _(self, c: LmHead) -> None:
         self._norm(c.norm_kind)
-        self._to.lm_head(c.layer, self._buffers[c.x], self._need(c.norm), c.eps, self._weight(c.weight), self._vector(c.bias), c.softcap)
+        weight, bias = self._weight(c.weight), self._vector(c.bias)
+        self._to.lm_head(c.layer, self._buffers[c.x], self._need(c.norm), c.eps, weight, bias, c.softcap, c.first)
+
+    @call.register
+    def _(self, c: AllGather) -> None:
+        self._to.all_gather(c.layer, self._parts[c.sync], self._buffers[c.out], c.add)
 
     def _norm(self, kind: NormKind) -> None:
         if kind is NormKind.LAYER:
