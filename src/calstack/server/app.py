@@ -106,7 +106,9 @@ class _Edge:
                 await visit.send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
                 await visit.send({"type": "http.response.body", "body": b""})
                 return
-            self._context.access.check(scope["path"], scope["headers"])
+            scope["calstack.account"] = account = self._context.access.check(scope["path"], scope["headers"])
+            if account is not None:
+                scope["calstack.log"]["key"] = account.name
             await self._inner(scope, receive, visit.send)
         except Exception as error:  # noqa: BLE001  # the one place that answers errors
             await self._answer(error, visit, scope["path"])

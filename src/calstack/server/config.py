@@ -106,7 +106,15 @@ class AccessConfig:
     """Who may use the public port."""
 
     api_key_file: Path | None = None
-    """File with the SHA-256 of an API key in hex per line; None = no key is asked for."""
+    """File with a line per API key: its name (optional), its SHA-256 in hex, limits such as `requests=4`; None = no key is asked for."""
+    key_requests: int = 0
+    """Requests that one key may have at once, where its line says nothing (`requests=`); 0 = any number."""
+    key_tokens: int = 0
+    """Prompt and output tokens that one key may have at once (`tokens=`); 0 = any number."""
+    key_requests_per_minute: int = 0
+    """Requests of one key in a minute (`requests_per_minute=`); 0 = any number."""
+    key_tokens_per_minute: int = 0
+    """Prompt and output tokens of one key in a minute (`tokens_per_minute=`); 0 = any number."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may read answers: exact ones, `localhost` for any port of this machine, `*` for all."""
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from calstack.errors import CalstackError, RequestError, UnavailableError
+from calstack.server.accounts import Account
 from calstack.server.body import decode, read_body
 from calstack.server.choice import Delta, End
 from calstack.server.context import Context
@@ -73,7 +74,10 @@ class Endpoint:
         limits = self._context.config.limits
         body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
         plan = self._understand(self._context, await self._decode(body), request_id)
-        with Generation(self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs) as generation:
+        account: Account | None = scope["calstack.account"]
+        with Generation(
+            self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs, account=account
+        ) as generation:
             async with _watching(receive, generation.client_left):
                 try:
                     await self._begin(plan, generation)

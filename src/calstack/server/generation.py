@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 from calstack.errors import CancelledError, RequestError
+from calstack.server.accounts import Account
 from calstack.server.admission import Place
 from calstack.server.choice import Choice, Delta, End
 from calstack.server.context import Context
@@ -33,9 +34,19 @@ class Generation:
     Use as a context manager: leaving it cancels what has not ended, so that an error or a client that left frees its lanes.
     """
 
-    def __init__(self, context: Context, request_id: str, generate: Generate, *, arrival: float, top_logprobs: int = -1) -> None:
+    def __init__(
+        self,
+        context: Context,
+        request_id: str,
+        generate: Generate,
+        *,
+        arrival: float,
+        top_logprobs: int = -1,
+        account: Account | None = None,
+    ) -> None:
         self._context, self._request_id, self._generate = context, request_id, generate
         self._arrival, self._top_logprobs = arrival, top_logprobs
+        self._account, self._hold = account, None if account is None else account.begin()
         self.grammar = ""
         """What every answer must match (see Submit.grammar)."""
         self.meter: Callable[[int], ThoughtMeter | None] = lambda _: None
@@ -62,6 +73,8 @@ class Generation:
         for place in self._places:  # those whose choice was never given to the engine; the others are released at its end
             if id(place) not in started:
                 self._context.admission.release(place)
+        if self._hold is not None:
+            self._hold.end(sum(len(prompt.ids) for prompt in self._prompts) + sum(end.completion_tokens for end in self.ends.values()))
 
     # --- before the engine ------------------------------------------------------------------------------------------------------
 
@@ -91,6 +104,8 @@ class Generation:
             limit = output_limit(len(ids), self._generate.max_tokens, context_size)
             n = self._generate.choices
             places = self._places[number * n : (number + 1) * n]
+            if self._hold is not None:
+                self._hold.take(len(ids) + n * limit)
             self._context.admission.hold_tokens(places, len(ids))
             self._prompts.append(PromptSpec(ids, limit, places))
 
@@ -121,7 +136,13 @@ class Generation:
     # --- with the engine --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Give every choice to the engine."""
+        """Give every choice to the engine.
+
+        Raises:
+            CancelledError: when the client has left meanwhile.
+        """
+        if self._gone:
+            raise CancelledError("the client left")
         for number, prompt in enumerate(self._prompts):
             for draw, place in enumerate(prompt.places):
                 self._start_one(number * self._generate.choices + draw, draw, prompt, place)
@@ -136,7 +157,7 @@ class Generation:
         timer = asyncio.get_running_loop().call_later(silence_s, self._quiet, silence_s)
         try:
             while open_choices:
-                if not self._pending:
+                if not (self._pending or self._gone):
                     await self._wait()
                 if self._gone:
                     raise CancelledError("the client left")
@@ -210,6 +231,7 @@ class Generation:
             cache_salt=generate.cache_salt,
             cache_prompt=generate.cache_prompt,
             grammar=self.grammar,
+            key=self._account.name if self._account is not None else "",
         )
 
     def _close_thought(self, choice: Choice) -> None:
