@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "executor_scratch.h"
+#include "packed.h"
 
 namespace calstack {
 namespace {
@@ -15,6 +16,8 @@ int64_t now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
 }
+
+constexpr size_t kNextBytes = 8192;  // of the next weight: memory stays busy while threads meet and quantise
 
 // Activation bytes of a row chunk that stay in a core's L2 beside the weights that stream through it.
 constexpr size_t kChunkBytes = 512 << 10;
@@ -46,6 +49,17 @@ struct Tiling {
   }
 };
 
+// Every call learns which weight is read after it; behind the last one comes the first, of the next launch.
+void link_next(Program& p) {
+  const auto reads = [](const Call& c) { return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head; };
+  const auto first = std::find_if(p.calls.begin(), p.calls.end(), reads);
+  const Call* next = first == p.calls.end() ? nullptr : &*first;
+  for (auto c = p.calls.rbegin(); c != p.calls.rend(); ++c) {
+    c->next = next;
+    if (reads(*c)) next = &*c;
+  }
+}
+
 bool quantised(const Weight& w) { return w.format == WFmt::w4a8 || w.format == WFmt::w8a8; }
 
 }  // namespace
@@ -73,6 +87,7 @@ size_t Executor::scratch_bytes() const { return scratch_->bytes(); }
 void Executor::prepare(const Calbin& calbin) {
   Scratch& s = *scratch_;
   for (const auto& p : calbin.programs) {
+    link_next(*p);
     for (const Call& c : p->calls) {
       const int rows = c.op == Op::lm_head ? kHeadRows : p->rows;
       const size_t elements = static_cast<size_t>(rows) * static_cast<size_t>(c.weight.k);
@@ -147,7 +162,7 @@ void Executor::linear(const Call& c, const float* x, size_t xs, int rows, float*
 void Executor::linear_few(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
   const Tiling tiles(c, rows, rows);
   const uint64_t phase = ++scratch_->phase;
-  pool_.run(tiles.units, {2}, [&](int b, int e, int w) {
+  const auto work = [&](int b, int e, int w) {
     WorkerScratch& mine = scratch_->worker[static_cast<size_t>(w)];
     QuantRows q = mine.few;
     q.k = c.weight.k;
@@ -155,7 +170,15 @@ void Executor::linear_few(const Call& c, const float* x, size_t xs, int rows, fl
     if (mine.phase != phase) kernels_.quant_rows(x, xs, c.norm, q, 0, rows);
     mine.phase = phase;
     kernels_.linear_q(c.weight, q, rows, c.bias, c.epilogue, c.act, out, os, b * tiles.step, e * tiles.step);
-  });
+  };
+  pool_.run_then(tiles.units, {2}, work, [&](int w) { prefetch_next(*c.next, w); });
+}
+
+// The weights that the worker will begin with.
+void Executor::prefetch_next(const Call& c, int worker) {
+  const Tiling tiles(c, 1, 1);
+  const size_t from = static_cast<size_t>(pool_.range_of(tiles.units, worker).begin * tiles.step) * block_bytes(c.weight);
+  for (size_t i = 0; i < kNextBytes; i += 64) __builtin_prefetch(c.weight.data + from + i);
 }
 
 void Executor::linear_quantised(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {

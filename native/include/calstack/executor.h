@@ -108,6 +108,7 @@ struct Call {
   const float* inv_freq = nullptr;
   float eps = 0.0f, scale = 1.0f, softcap = 0.0f;
   double attention_factor = 1.0;
+  const Call* next = nullptr;  // the next call that reads a weight, in the order of launches
   int first = 0;           // lm_head: vocabulary entry of its first output
   bool add = false;        // all_gather
   std::vector<Buf> parts;  // all_gather: by chip, in that chip's arena; width 0 = nothing
@@ -206,6 +207,7 @@ class Executor {
   void rope_kv(const Calbin& calbin, const Call& c, LaunchData& launch);
   void linear(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void linear_few(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void prefetch_next(const Call& c, int worker);
   void linear_quantised(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void linear_float(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void attention(const Calbin& calbin, const Call& c, LaunchData& launch);
