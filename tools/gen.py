@@ -1,4 +1,4 @@
-"""Writes the reference pages that come from code: the command line's help and JSON schemas. `--check` fails on a difference instead."""
+"""Writes the reference pages that come from code: the command line's help, settings, schemas. `--check` fails on a difference instead."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import msgspec
 from calstack.calbin.manifest import Manifest
 from calstack.calbin.program import Program
 from calstack.cli.app import COMMANDS, LazyGroup, cli
+from calstack.cli.serve import PREFIX
+from calstack.cli.settings import reference_page
+from calstack.server.config import ServeConfig
 
 REFERENCE = Path("docs/reference")
 
@@ -35,8 +38,31 @@ def schema(kind: type) -> str:
     return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(kind)), indent=1).decode() + "\n"
 
 
+def configuration() -> str:
+    """The settings of `calstack serve`, as docs/reference/configuration.md."""
+    intro = """Written by `make gen` from the dataclasses of `calstack.server.config`.
+
+`calstack serve` takes each setting from the first of: option, variable, the TOML file that `--config` (or `CALSTACK_SERVE_CONFIG`) names,
+default. Keys of the file and variables that begin with `CALSTACK_SERVE_` must be known; a wrong one is refused with the nearest name.
+Sizes may be written as `512M` or `2GiB`. Lists are repeated options, words of a variable, lists in the file. Relative paths begin at the
+working directory. `calbin` may stand at the top of the file (or in `CALSTACK_SERVE_CALBIN`) instead of on the command line.
+
+```toml
+calbin = "models/smollm2.calbin"
+grace_s = 60
+
+[listen]
+port = 8000
+
+[engine]
+kv_memory = "2GiB"
+```"""
+    return reference_page(ServeConfig, PREFIX, "Configuration of calstack serve", intro)
+
+
 GENERATED: dict[Path, Callable[[], str]] = {
     REFERENCE / "cli.md": command_line,
+    REFERENCE / "configuration.md": configuration,
     REFERENCE / "manifest.schema.json": lambda: schema(Manifest),
     REFERENCE / "program.schema.json": lambda: schema(Program),
 }

@@ -51,7 +51,7 @@ def test_help_loads_no_heavy_library() -> None:
     ("arguments", "words"),
     [
         (["frob"], "No such command"),
-        (["serve"], "Missing argument 'CALBIN'"),
+        (["serve"], "no calbin is given"),
         (["pull", "no-such-model"], "no such demo model"),
         (["compile", "/does/not/exist.gguf", "-o", "/tmp/never.calbin"], "no such file"),
         (["compile", "x.gguf", "-o", "/tmp/never.calbin", "--batch", "0,4"], "at least 1"),

@@ -9,7 +9,8 @@ import click
 import pytest
 
 from calstack.cli.params import Bytes, Ints, Quant
-from calstack.cli.serve import build_config, config_options, leaves
+from calstack.cli.serve import config_options
+from calstack.cli.settings import build_config, leaves
 from calstack.server.config import ServeConfig
 from calstack.specs import QuantSpec, WeightFormat
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from calstack.errors import UsageError
 
@@ -27,6 +28,7 @@ class ListenConfig:
 class EngineConfig:
     """What the engine process is started with."""
 
+    with_section: ClassVar[tuple[str, ...]] = ("command",)
     device: str = "cpu"
     """Name of the device in the registry."""
     isa: str = "auto"
@@ -91,6 +93,7 @@ class AccessConfig:
 class LogConfig:
     """Structured logs on stderr, one JSON object a line; prompts and answers never appear."""
 
+    with_section: ClassVar[tuple[str, ...]] = ("level",)
     level: LogLevel = "info"
     """Least severe level that is written."""
 
@@ -114,18 +117,21 @@ class ServeConfig:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
     def check(self) -> None:
-        """Raise UsageError naming the first value out of range."""
-        rules = (
-            ("listen.port", 0 <= self.listen.port <= 65535),
-            ("grace_s", self.grace_s >= 0),
-            ("engine.threads", self.engine.threads >= 0),
-            ("engine.prefill_chunk", self.engine.prefill_chunk >= 0),
-            ("engine.kv_memory", self.engine.kv_memory >= 0),
-            ("limits.max_queued_requests", self.limits.max_queued_requests >= 0),
-            ("limits.max_queued_tokens", self.limits.max_queued_tokens > 0),
-            ("limits.max_body_bytes", self.limits.max_body_bytes > 0),
-            ("limits.max_choices", self.limits.max_choices > 0),
-        )
-        for name, good in rules:
-            if not good:
-                raise UsageError("is out of range", where=name, remedy="see `calstack serve --help`")
+        """Raise UsageError naming the first value out of range. No number may be negative; some may not be 0, or have a most."""
+        most = {"listen.port": 65535}
+        for path, value in _numbers(self):
+            good = value > 0 if path in _POSITIVE else value >= 0
+            if not good or value > most.get(path, value):
+                raise UsageError("is out of range", where=path, remedy="see docs/reference/configuration.md")
+
+
+_POSITIVE = frozenset(["limits.max_queued_tokens", "limits.max_body_bytes", "limits.max_choices", "limits.max_json_depth"])
+
+
+def _numbers(tree: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    for field in dataclasses.fields(tree):
+        value = getattr(tree, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _numbers(value, f"{prefix}{field.name}.")
+        elif isinstance(value, (int, float)):
+            yield prefix + field.name, value
