@@ -51,7 +51,7 @@ struct Tiling {
 
 // Every call learns which weight is read after it; behind the last one comes the first, of the next launch.
 void link_next(Program& p) {
-  const auto reads = [](const Call& c) { return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head; };
+  const auto reads = [](const Call& c) { return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route; };
   const auto first = std::find_if(p.calls.begin(), p.calls.end(), reads);
   const Call* next = first == p.calls.end() ? nullptr : &*first;
   for (auto c = p.calls.rbegin(); c != p.calls.rend(); ++c) {
@@ -65,7 +65,8 @@ bool quantised(const Weight& w) { return w.format == WFmt::w4a8 || w.format == W
 }  // namespace
 
 const char* op_name(Op op) {
-  static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head", "all_gather"};
+  static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head", "all_gather",
+                                          "moe_route", "moe_experts", "moe_combine"};
   return names[static_cast<int>(op)];
 }
 
@@ -91,10 +92,18 @@ void Executor::prepare(const Calbin& calbin) {
     for (const Call& c : p->calls) {
       const int rows = c.op == Op::lm_head ? kHeadRows : p->rows;
       const size_t elements = static_cast<size_t>(rows) * static_cast<size_t>(c.weight.k);
-      if (c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head) {
+      if (c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route) {
         s.grow_quant(elements);
         s.grow_few(static_cast<size_t>(c.weight.k));
         if (!quantised(c.weight)) grow(s.normed, elements * sizeof(float));
+      }
+      if (c.op == Op::moe_route) s.grow_moe(p->rows, c.top_k, c.weight.n);
+      if (c.op == Op::moe_experts) {
+        const size_t pairs = static_cast<size_t>(p->rows) * static_cast<size_t>(c.top_k), widest = static_cast<size_t>(std::max(c.weight.k, c.down.k));
+        s.grow_experts(p->rows, c.top_k, c.experts, c.down.k);
+        s.grow_quant(pairs * widest);
+        s.grow_few(kFewPairs);
+        if (!quantised(c.weight) || !quantised(c.down)) grow(s.normed, pairs * widest * sizeof(float));
       }
       if (c.op == Op::attention) s.grow_attention(c.attn, p->lanes, p->rows, (p->context + kSplitKeys - 1) / kSplitKeys);
       if (c.op == Op::lm_head) s.grow_head(c.x.width, calbin.vocab, p->lanes);
@@ -132,6 +141,9 @@ void Executor::call(const Calbin& calbin, const Call& c, LaunchData& launch) {
     case Op::qk_norm_rope_kv: return rope_kv(calbin, c, launch);
     case Op::attention: return attention(calbin, c, launch);
     case Op::lm_head: return lm_head(calbin, c, launch);
+    case Op::moe_route: return moe_route(calbin, c, launch);
+    case Op::moe_experts: return moe_experts(calbin, c, launch);
+    case Op::moe_combine: return moe_combine(calbin, c, launch);
     case Op::all_gather: return all_gather(calbin, c, launch);
     case Op::norm_linear:
     case Op::linear: return linear(c, at(calbin, c.x), stride(c.x), launch.rows, at(calbin, c.out), stride(c.out));

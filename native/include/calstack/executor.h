@@ -82,7 +82,7 @@ class KVPool {
   std::atomic<size_t> committed_{0};
 };
 
-enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather };
+enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather, moe_route, moe_experts, moe_combine };
 const char* op_name(Op op);
 
 struct Buf {
@@ -111,7 +111,12 @@ struct Call {
   const Call* next = nullptr;  // the next call that reads a weight, in the order of launches
   int first = 0;           // lm_head: vocabulary entry of its first output
   bool add = false;        // all_gather
-  std::vector<Buf> parts;  // all_gather: by chip, in that chip's arena; width 0 = nothing
+  std::vector<Buf> parts;  // all_gather, moe_combine: by chip, in that chip's arena; width 0 = nothing
+  // Mixture of experts. `table` is the choice buffer of experts and combine; `first` the chip's first expert.
+  Weight down{};
+  int top_k = 0, experts = 0;
+  bool renormalise = false;
+  std::vector<int> starts;  // first expert of each chip
 };
 
 struct Program {
@@ -185,6 +190,7 @@ CallWork call_work(const Call& call, const LaunchData& launch, const KVShape& kv
 
 class Scratch;
 class ChipLink;
+struct PairRows;
 
 class Executor {
  public:
@@ -215,6 +221,12 @@ class Executor {
   void attention_splits(const Calbin& calbin, const Call& c, LaunchData& launch);
   void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
   void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);
+  void moe_route(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void place_pairs(const Call& c, int rows, float* choice);
+  void list_pairs(const Call& c, int rows, float* choice);
+  void moe_experts(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void expert_products(const Weight& w, int experts, const PairRows& in, Epilogue ep, Act act, float* out, size_t os);
+  void moe_combine(const Calbin& calbin, const Call& c, LaunchData& launch);
   void all_gather(const Calbin& calbin, const Call& c, LaunchData& launch);
   bool gather_logits(const Call& c, int vocab, int count);
   bool meet();
