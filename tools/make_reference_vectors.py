@@ -84,7 +84,7 @@ MODELS |= {
         "model_type": "qwen3_moe",
         "num_experts": 8,
         "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 48,
         "norm_topk_prob": True,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,

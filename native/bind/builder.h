@@ -36,6 +36,12 @@ class CalbinBuilder {
   void lm_head(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, const std::optional<VectorArg>& bias,
                float softcap, int first);
   void all_gather(int layer, const std::vector<BufArg>& parts, const BufArg& out, bool add);
+  void moe_route(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, int top_k, bool renormalise,
+                 const std::vector<int>& starts, const BufArg& out);
+  void moe_experts(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& up, const WeightArg& down,
+                   const std::string& act, const BufArg& choice, int top_k, int first, int experts, int all, const BufArg& out);
+  void moe_combine(int layer, const std::vector<BufArg>& parts, const BufArg& choice, int top_k, const std::vector<int>& starts,
+                   const BufArg& residual);
 
  private:
   Program& last();

@@ -124,6 +124,25 @@ auto embed_rows(const std::string& isa, const PyWeight& w, Array<const int32_t, 
   return out;
 }
 
+auto moe_route(const std::string& isa, F32Rows z, int top_k, bool renormalise) {
+  const size_t rows = z.shape(0), experts = z.shape(1);
+  require(top_k >= 1 && top_k <= kMostChosen && (size_t)top_k <= experts && experts <= (size_t)kMostExperts, "[kernels] top_k is out of range");
+  auto weights = zeros<float>(rows, (size_t)top_k);
+  auto chosen = zeros<int32_t>(rows, (size_t)top_k);
+  for (size_t r = 0; r < rows; ++r)
+    table_named(isa).moe_route(z.data() + r * experts, (int)experts, top_k, renormalise, weights.data() + r * (size_t)top_k,
+                               chosen.data() + r * (size_t)top_k);
+  return nb::make_tuple(weights, chosen);
+}
+
+void moe_combine(const std::string& isa, Array<const float, 1> weights, F32Rows parts, Array<float, 1> out) {
+  require(parts.shape(0) == weights.size() && parts.shape(0) <= (size_t)kMostChosen, "[kernels] parts must be [top_k, n]");
+  require(parts.shape(1) == out.size(), "[kernels] out must be [n]");
+  const float* rows[kMostChosen];
+  for (size_t j = 0; j < parts.shape(0); ++j) rows[j] = parts.data() + j * parts.shape(1);
+  table_named(isa).moe_combine(weights.data(), rows, (int)parts.shape(0), out.data(), (int)out.size());
+}
+
 std::vector<std::string> isas() {
   std::vector<std::string> names;
   for (const char* name : {"reference", "portable", "avx2", "avx2_vnni", "avx512_vnni"})
@@ -159,6 +178,10 @@ void init_kernels(nb::module_& core) {
   m.def("linear_f", &linear_f, nb::arg("isa"), nb::arg("weight"), nb::arg("x"), nb::arg("out"), nb::arg("bias") = nb::none(),
         nb::arg("epilogue") = "store", nb::arg("act") = "silu", nb::arg("blocks") = nb::none(),
         "Writes f32 products into out [rows, >= columns].");
+  m.def("moe_route", &moe_route, nb::arg("isa"), nb::arg("z"), nb::arg("top_k"), nb::arg("renormalise"),
+        "weights f32 and experts i32 [rows, top_k] of router logits [rows, experts].");
+  m.def("moe_combine", &moe_combine, nb::arg("isa"), nb::arg("weights"), nb::arg("parts"), nb::arg("out"),
+        "out [n] += the sum of weights [top_k] times parts [top_k, n].");
   m.def("int8_peak", &int8_peak, nb::arg("isa"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>(),
         "GOP/s of int8 products over registers: the ceiling of compute.");
   m.def("read_limit", &read_limit, nb::arg("isa"), nb::arg("threads"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>(),

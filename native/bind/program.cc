@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 
@@ -59,7 +60,7 @@ void CalbinBuilder::check_gathers() const {
   const auto gathers = [](const Program& p) {
     std::vector<const Call*> found;
     for (const Call& c : p.calls)
-      if (c.op == Op::all_gather || c.op == Op::lm_head) found.push_back(&c);
+      if (c.op == Op::all_gather || c.op == Op::moe_combine || c.op == Op::lm_head) found.push_back(&c);
     return found;
   };
   for (size_t i = 0; i < calbin_->programs.size(); ++i) {
@@ -71,7 +72,7 @@ void CalbinBuilder::check_gathers() const {
       if (calls.size() != first.size()) refuse("chips have different sync points");
       for (size_t k = 0; k < calls.size(); ++k) {
         if (calls[k]->op != first[k]->op || calls[k]->parts.size() != first[k]->parts.size()) refuse("chips have different sync points");
-        if (calls[k]->op != Op::all_gather) continue;
+        if (calls[k]->op == Op::lm_head) continue;
         if (calls[k]->parts.size() != static_cast<size_t>(calbin_->chips())) refuse("a gather has not one part per chip");
         const Buf& b = calls[k]->parts[static_cast<size_t>(chip)];
         for (const Call* other : {first[k], calls[k]})
@@ -248,6 +249,58 @@ void CalbinBuilder::all_gather(int layer, const std::vector<BufArg>& parts, cons
   if (width != c.out.width) refuse("the parts of a gather do not fill its output");
 }
 
+void CalbinBuilder::moe_route(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, int top_k, bool renormalise,
+                              const std::vector<int>& starts, const BufArg& out) {
+  Call& c = add(Op::moe_route, layer);
+  c.x = buf(x, 0);
+  weight(c, w, c.x.width);
+  c.norm = {vector(norm, c.x.width), eps};
+  if (top_k < 1 || top_k > kMostChosen || top_k > c.weight.n || c.weight.n > kMostExperts) refuse("top_k or the number of experts is out of range");
+  if (starts.empty() || starts[0] != 0 || !std::is_sorted(starts.begin(), starts.end()) || starts.back() >= c.weight.n)
+    refuse("the chips' experts do not begin at 0 and follow each other");
+  c.top_k = top_k;
+  c.renormalise = renormalise;
+  c.starts = starts;
+  c.out = buf(out, 3 * top_k);
+}
+
+void CalbinBuilder::moe_experts(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& up, const WeightArg& down,
+                                const std::string& act, const BufArg& choice, int top_k, int first, int experts, int all, const BufArg& out) {
+  Call& c = add(Op::moe_experts, layer);
+  c.x = buf(x, 0);
+  c.norm = {vector(norm, c.x.width), eps};
+  if (experts < 1 || experts > kMostExperts || first < 0 || all < experts || top_k < 1 || top_k > kMostChosen) refuse("a number of experts is out of range");
+  weight(c, down, 0);
+  c.down = c.weight;
+  const size_t down_bytes = c.weight_bytes;
+  weight(c, up, c.x.width);
+  c.weight_bytes += down_bytes;
+  if (c.weight.n % experts != 0 || c.down.n % experts != 0 || c.weight.n / experts != 2 * c.down.k || c.down.k % kLane != 0)
+    refuse("the experts' products do not fit each other");
+  if (c.down.n / experts != c.x.width || c.x.width % kLane != 0) refuse("an expert gives back another width than it takes");
+  c.act = static_cast<Act>(index_of(kActs, act, "activation"));
+  c.table = buf(choice, 3 * top_k);
+  c.top_k = top_k;
+  c.first = first;
+  c.experts = experts;
+  c.starts = {all};
+  c.out = buf(out, top_k * c.x.width);
+}
+
+void CalbinBuilder::moe_combine(int layer, const std::vector<BufArg>& parts, const BufArg& choice, int top_k, const std::vector<int>& starts,
+                                const BufArg& residual) {
+  Call& c = add(Op::moe_combine, layer);
+  c.out = buf(residual, 0);
+  if (top_k < 1 || top_k > kMostChosen || parts.size() != starts.size() || starts.empty()) refuse("a combination has not one part per chip");
+  for (const auto& [offset, w] : parts) {
+    if (w != top_k * c.out.width) refuse("experts' outputs have another width than what they are added to");
+    c.parts.push_back({offset, w});
+  }
+  c.table = buf(choice, 3 * top_k);
+  c.top_k = top_k;
+  c.starts = starts;
+}
+
 void init_program(nb::module_& m) {
   nb::class_<CalbinBuilder>(m, "CalbinBuilder", "Maps a parameter shard and takes programs call by call; ValueError names what does not fit.")
       .def("__init__",
@@ -267,7 +320,11 @@ void init_program(nb::module_& m) {
            "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a)
       .def("attention", &CalbinBuilder::attention, "layer"_a, "qkv"_a, "kv_layer"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "out"_a)
       .def("lm_head", &CalbinBuilder::lm_head, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "bias"_a.none(), "softcap"_a, "first"_a)
-      .def("all_gather", &CalbinBuilder::all_gather, "layer"_a, "parts"_a, "out"_a, "add"_a);
+      .def("all_gather", &CalbinBuilder::all_gather, "layer"_a, "parts"_a, "out"_a, "add"_a)
+      .def("moe_route", &CalbinBuilder::moe_route, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "top_k"_a, "renormalise"_a, "starts"_a, "out"_a)
+      .def("moe_experts", &CalbinBuilder::moe_experts, "layer"_a, "x"_a, "norm"_a, "eps"_a, "up"_a, "down"_a, "act"_a, "choice"_a, "top_k"_a,
+           "first"_a, "experts"_a, "all"_a, "out"_a)
+      .def("moe_combine", &CalbinBuilder::moe_combine, "layer"_a, "parts"_a, "choice"_a, "top_k"_a, "starts"_a, "residual"_a);
 }
 
 }  // namespace calstack::bind

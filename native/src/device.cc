@@ -188,6 +188,7 @@ bool CpuDevice::cancel(int64_t ticket) {
   }
   waiting_ = kept;
   complete(*slot, Outcome::cancelled, "the launch was cancelled");
+  wake();
   return true;
 }
 
@@ -197,6 +198,7 @@ void CpuDevice::drain_event() {
   if (unclaimed_ == 0 && event_fd_ >= 0) eventfd_read(event_fd_, &count);
 }
 
+// Whoever calls it wakes those who wait.
 void CpuDevice::complete(Slot& slot, Outcome outcome, const char* error) {
   slot.outcome = outcome;
   slot.error = error;
@@ -204,8 +206,7 @@ void CpuDevice::complete(Slot& slot, Outcome outcome, const char* error) {
   if (slot.state == SlotState::queued) slot.started_ns = slot.finished_ns;
   slot.state = SlotState::done;
   ++unclaimed_;
-  if (event_fd_ >= 0) eventfd_write(event_fd_, 1);  // fails only when the counter is full, and then it is readable
-  done_.notify_all();
+  wake_ = true;
 }
 
 void CpuDevice::drop_queue(Outcome outcome, const char* error) {
@@ -291,6 +292,7 @@ void CpuDevice::reset() {
   abort_.store(true);
   masked_.notify_all();
   drop_queue(Outcome::needs_reset, "the device was reset");
+  wake();
   moves_.clear();
   done_.wait(lock, [this] { return running_ == nullptr && !moving_; });
   abort_.store(false);

@@ -1,9 +1,11 @@
 // A launch on its way: its slot, the checks before it is queued, and the dispatcher that runs it.
+#include <sys/eventfd.h>
 #include <time.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "calstack/device.h"
 #include "chip_teams.h"
@@ -118,26 +120,66 @@ void CpuDevice::remember(const Slot& slot) {
   for (int i = 0; i < s.lanes; ++i) s.tokens.push_back(slot.data.lane[static_cast<size_t>(i)].emit ? 0 : -1);
 }
 
+// Between two launches the mutex is taken once: whoever waits for the first is woken when the second has been picked, for a thread
+// that sleeps on a mutex here costs both of them tens of microseconds.
 void CpuDevice::dispatch() {
-  for (;;) {
-    Slot* slot = nullptr;
-    {
-      std::unique_lock lock(mutex_);
-      if (waiting_ == 0) pool_.park();
-      if (waiting_ == 0 && teams_ != nullptr) teams_->park();
-      queued_.wait(lock, [this] { return stop_ || waiting_ > 0 || !moves_.empty(); });
-      if (stop_) return drop_queue(Outcome::cancelled, "the device was closed");
-      if (waiting_ > 0) {
-        slot = running_ = queue_[static_cast<size_t>(head_)];
-        head_ = (head_ + 1) % options_.queue_depth;
-        --waiting_;
-        slot->state = SlotState::running;
-      }
-      take_moves(slot != nullptr ? slot->ticket : next_ticket_);
-    }
+  std::unique_lock lock(mutex_);
+  while (await_work(lock)) {
+    Slot* slot = pick();
+    take_moves(slot != nullptr ? slot->ticket : next_ticket_);
+    notify(lock);
     if (moving_) apply_moves();
-    if (slot != nullptr) execute(*slot);
+    if (slot != nullptr) run(*slot);
+    lock.lock();
+    if (slot != nullptr) conclude(*slot);
   }
+  drop_queue(Outcome::cancelled, "the device was closed");
+  notify(lock);
+}
+
+// False when the device closes.
+bool CpuDevice::await_work(std::unique_lock<std::mutex>& lock) {
+  const auto some = [this] { return stop_ || waiting_ > 0 || !moves_.empty(); };
+  if (waiting_ == 0) park();
+  if (!some() && wake_) {
+    notify(lock);
+    lock.lock();
+  }
+  queued_.wait(lock, some);
+  return !stop_;
+}
+
+void CpuDevice::park() {
+  pool_.park();
+  if (teams_ != nullptr) teams_->park();
+}
+
+// The next launch of the queue, ready to run; null when there is none.
+Slot* CpuDevice::pick() {
+  if (waiting_ == 0) return nullptr;
+  Slot* slot = running_ = queue_[static_cast<size_t>(head_)];
+  head_ = (head_ + 1) % options_.queue_depth;
+  --waiting_;
+  slot->state = SlotState::running;
+  slot->calbin = find(slot->calbin_id)->calbin.get();
+  slot->tokens_known = resolve_tokens(*slot);
+  slot->data.d2h_ns = 0;
+  slot->data.d2h_bytes = 0;
+  slot->data.nan_lane = -1;
+  expect_masks(*slot);
+  return slot;
+}
+
+// Wakes those who wait, with the mutex released: they would only fall asleep on it again.
+void CpuDevice::notify(std::unique_lock<std::mutex>& lock) {
+  const bool some = std::exchange(wake_, false);
+  lock.unlock();
+  if (some) wake();
+}
+
+void CpuDevice::wake() {
+  if (event_fd_ >= 0) eventfd_write(event_fd_, 1);  // fails only when the counter is full, and then it is readable
+  done_.notify_all();
 }
 
 // Moves queued before launch `before` go to the batch.
@@ -163,32 +205,26 @@ void CpuDevice::apply_moves() {
   done_.notify_all();
 }
 
-void CpuDevice::execute(Slot& slot) {
+// A picked launch, without the mutex.
+void CpuDevice::run(Slot& slot) {
   LaunchData& d = slot.data;
-  d.d2h_ns = 0;
-  d.d2h_bytes = 0;
-  d.nan_lane = -1;
-  Calbin* calbin = nullptr;
-  bool known = false;
-  {
-    std::lock_guard lock(mutex_);
-    calbin = find(slot.calbin_id)->calbin.get();
-    known = resolve_tokens(slot);
-  }
+  Calbin& calbin = *slot.calbin;
   for (int i = 0; i < d.lanes; ++i) {
     const Lane& lane = d.lane[static_cast<size_t>(i)];
     for (int b = lane.past / kBlockPositions; lane.cur > 0 && b <= (lane.past + lane.cur - 1) / kBlockPositions; ++b)
-      for (int chip = 0; chip < calbin->chips(); ++chip) calbin->chip(chip).kv.touch(slot.table(i)[b]);
+      for (int chip = 0; chip < calbin.chips(); ++chip) calbin.chip(chip).kv.touch(slot.table(i)[b]);
   }
-  expect_masks(slot);
   slot.started_ns = now_ns();
-  const bool ran = known && run(*calbin, d);
+  slot.ran = slot.tokens_known && run(calbin, d);
   slot.infer_ns = now_ns() - slot.started_ns - d.d2h_ns - slot.mask_wait_ns;
-  std::lock_guard lock(mutex_);
+}
+
+void CpuDevice::conclude(Slot& slot) {
+  const LaunchData& d = slot.data;
   running_ = nullptr;
-  if (!known) return complete(slot, Outcome::retryable, "the launch that its token comes from did not finish");
+  if (!slot.tokens_known) return complete(slot, Outcome::retryable, "the launch that its token comes from did not finish");
   if (d.dropped && !abort_.load()) return complete(slot, Outcome::retryable, "a mask did not come in time");
-  if (!ran) return complete(slot, Outcome::needs_reset, "the device was reset");
+  if (!slot.ran) return complete(slot, Outcome::needs_reset, "the device was reset");
   if (d.nan_lane >= 0) return complete(slot, Outcome::failed, ("logits of lane " + std::to_string(d.nan_lane) + " hold NaN").c_str());
   finish(slot);
 }
@@ -199,7 +235,6 @@ bool CpuDevice::run(const Calbin& calbin, LaunchData& launch) {
 
 void CpuDevice::expect_masks(Slot& slot) {
   LaunchData& d = slot.data;
-  std::lock_guard lock(mutex_);
   d.dropped = false;
   d.masks = nullptr;
   slot.mask_wait_ns = 0;

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "executor_scratch.h"
+#include "packed.h"
 
 namespace calstack {
 namespace {
@@ -15,6 +16,8 @@ int64_t now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
 }
+
+constexpr size_t kNextBytes = 8192;  // of the next weight: memory stays busy while threads meet and quantise
 
 // Activation bytes of a row chunk that stay in a core's L2 beside the weights that stream through it.
 constexpr size_t kChunkBytes = 512 << 10;
@@ -46,12 +49,24 @@ struct Tiling {
   }
 };
 
+// Every call learns which weight is read after it; behind the last one comes the first, of the next launch.
+void link_next(Program& p) {
+  const auto reads = [](const Call& c) { return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route; };
+  const auto first = std::find_if(p.calls.begin(), p.calls.end(), reads);
+  const Call* next = first == p.calls.end() ? nullptr : &*first;
+  for (auto c = p.calls.rbegin(); c != p.calls.rend(); ++c) {
+    c->next = next;
+    if (reads(*c)) next = &*c;
+  }
+}
+
 bool quantised(const Weight& w) { return w.format == WFmt::w4a8 || w.format == WFmt::w8a8; }
 
 }  // namespace
 
 const char* op_name(Op op) {
-  static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head", "all_gather"};
+  static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head", "all_gather",
+                                          "moe_route", "moe_experts", "moe_combine"};
   return names[static_cast<int>(op)];
 }
 
@@ -73,13 +88,22 @@ size_t Executor::scratch_bytes() const { return scratch_->bytes(); }
 void Executor::prepare(const Calbin& calbin) {
   Scratch& s = *scratch_;
   for (const auto& p : calbin.programs) {
+    link_next(*p);
     for (const Call& c : p->calls) {
       const int rows = c.op == Op::lm_head ? kHeadRows : p->rows;
       const size_t elements = static_cast<size_t>(rows) * static_cast<size_t>(c.weight.k);
-      if (c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head) {
+      if (c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route) {
         s.grow_quant(elements);
         s.grow_few(static_cast<size_t>(c.weight.k));
         if (!quantised(c.weight)) grow(s.normed, elements * sizeof(float));
+      }
+      if (c.op == Op::moe_route) s.grow_moe(p->rows, c.top_k, c.weight.n);
+      if (c.op == Op::moe_experts) {
+        const size_t pairs = static_cast<size_t>(p->rows) * static_cast<size_t>(c.top_k), widest = static_cast<size_t>(std::max(c.weight.k, c.down.k));
+        s.grow_experts(p->rows, c.top_k, c.experts, c.down.k);
+        s.grow_quant(pairs * widest);
+        s.grow_few(kFewPairs);
+        if (!quantised(c.weight) || !quantised(c.down)) grow(s.normed, pairs * widest * sizeof(float));
       }
       if (c.op == Op::attention) s.grow_attention(c.attn, p->lanes, p->rows, (p->context + kSplitKeys - 1) / kSplitKeys);
       if (c.op == Op::lm_head) s.grow_head(c.x.width, calbin.vocab, p->lanes);
@@ -117,6 +141,9 @@ void Executor::call(const Calbin& calbin, const Call& c, LaunchData& launch) {
     case Op::qk_norm_rope_kv: return rope_kv(calbin, c, launch);
     case Op::attention: return attention(calbin, c, launch);
     case Op::lm_head: return lm_head(calbin, c, launch);
+    case Op::moe_route: return moe_route(calbin, c, launch);
+    case Op::moe_experts: return moe_experts(calbin, c, launch);
+    case Op::moe_combine: return moe_combine(calbin, c, launch);
     case Op::all_gather: return all_gather(calbin, c, launch);
     case Op::norm_linear:
     case Op::linear: return linear(c, at(calbin, c.x), stride(c.x), launch.rows, at(calbin, c.out), stride(c.out));
@@ -147,7 +174,7 @@ void Executor::linear(const Call& c, const float* x, size_t xs, int rows, float*
 void Executor::linear_few(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
   const Tiling tiles(c, rows, rows);
   const uint64_t phase = ++scratch_->phase;
-  pool_.run(tiles.units, {2}, [&](int b, int e, int w) {
+  const auto work = [&](int b, int e, int w) {
     WorkerScratch& mine = scratch_->worker[static_cast<size_t>(w)];
     QuantRows q = mine.few;
     q.k = c.weight.k;
@@ -155,7 +182,15 @@ void Executor::linear_few(const Call& c, const float* x, size_t xs, int rows, fl
     if (mine.phase != phase) kernels_.quant_rows(x, xs, c.norm, q, 0, rows);
     mine.phase = phase;
     kernels_.linear_q(c.weight, q, rows, c.bias, c.epilogue, c.act, out, os, b * tiles.step, e * tiles.step);
-  });
+  };
+  pool_.run_then(tiles.units, {2}, work, [&](int w) { prefetch_next(*c.next, w); });
+}
+
+// The weights that the worker will begin with.
+void Executor::prefetch_next(const Call& c, int worker) {
+  const Tiling tiles(c, 1, 1);
+  const size_t from = static_cast<size_t>(pool_.range_of(tiles.units, worker).begin * tiles.step) * block_bytes(c.weight);
+  for (size_t i = 0; i < kNextBytes; i += 64) __builtin_prefetch(c.weight.data + from + i);
 }
 
 void Executor::linear_quantised(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {

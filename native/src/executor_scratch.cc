@@ -33,7 +33,7 @@ QuantRows Scratch::shared(int k, int group) const {
 }
 
 void Scratch::grow_few(size_t elements) {
-  elements = align64(std::max<size_t>(elements, kFewElements));
+  few_elements_ = elements = align64(std::max({elements, few_elements_, static_cast<size_t>(kFewElements)}));
   const size_t groups = align64(4 * (elements / kSmallestGroup));
   for (auto& w : worker) {
     grow(w.few_memory, elements + 3 * groups);
@@ -51,6 +51,20 @@ void Scratch::grow_attention(const AttnShape& s, int lanes, int rows, int splits
   grow(partial_o, parts * static_cast<size_t>(s.head_dim) * sizeof(float));
 }
 
+void Scratch::grow_moe(int rows, int top_k, int experts) {
+  (void)top_k;
+  grow(router, static_cast<size_t>(rows) * static_cast<size_t>(experts) * sizeof(float));
+  expert_next.reserve(std::max(expert_next.capacity(), static_cast<size_t>(experts) + 1));
+}
+
+void Scratch::grow_experts(int rows, int top_k, int experts, int inner) {
+  const size_t pairs = static_cast<size_t>(rows) * static_cast<size_t>(top_k);
+  grow(hidden, pairs * static_cast<size_t>(inner) * sizeof(float));
+  pair_row.resize(std::max(pair_row.size(), pairs));
+  active.reserve(std::max(active.capacity(), static_cast<size_t>(experts)));
+  expert_next.reserve(std::max(expert_next.capacity(), static_cast<size_t>(experts) + 1));
+}
+
 void Scratch::grow_head(int hidden, int vocab, int lanes) {
   (void)lanes;
   head.reserve(kHeadRows);
@@ -60,7 +74,7 @@ void Scratch::grow_head(int hidden, int vocab, int lanes) {
 }
 
 size_t Scratch::bytes() const {
-  size_t sum = normed.size() + head_x.size() + logits.size() + partial_ml.size() + partial_o.size();
+  size_t sum = normed.size() + router.size() + hidden.size() + head_x.size() + logits.size() + partial_ml.size() + partial_o.size();
   sum += codes_.size() + scale_.size() + asum_.size() + isum_.size();
   for (const auto& w : worker) sum += w.few_memory.size() + w.attention.size() + w.sample.size();
   return sum;

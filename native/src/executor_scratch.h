@@ -9,6 +9,9 @@ namespace calstack {
 // Row and element counts below which every worker quantises all rows for itself: cheaper than a barrier.
 constexpr int kFewElements = 4096;
 
+// The same for pairs of rows and experts, where quantising is a small part of the work.
+constexpr int kFewPairs = 16384;
+
 struct AttentionItem {
   int lane, r0, r1, split;
 };
@@ -17,6 +20,19 @@ struct HeadRow {
   int row, lane;
   float* logits;  // where they go on the host, or null
   bool sample;
+};
+
+// Rows that experts work on: `row` of `x`, or x itself row by row.
+struct PairRows {
+  const float* x;
+  size_t stride;
+  const int32_t* row;
+  NormSpec norm;
+};
+
+// An expert with work: pairs [first, first + count).
+struct ActiveExpert {
+  int expert, first, count;
 };
 
 struct WorkerScratch {
@@ -32,12 +48,18 @@ class Scratch {
   void grow_quant(size_t elements);
   void grow_few(size_t elements);
   void grow_attention(const AttnShape& s, int lanes, int rows, int splits);
+  void grow_moe(int rows, int top_k, int experts);
+  void grow_experts(int rows, int top_k, int experts, int inner);
   void grow_head(int hidden, int vocab, int lanes);
   size_t bytes() const;
   QuantRows shared(int k, int group) const;
 
   std::vector<WorkerScratch> worker;
-  Region normed, head_x, logits;
+  Region normed, head_x, logits, router, hidden;
+  std::vector<int> expert_next;
+  std::vector<int32_t> pair_row;
+  std::vector<ActiveExpert> active;
+  int pair_count = 0;
   std::vector<HeadRow> head;
   std::vector<AttentionItem> items;
   Region partial_ml, partial_o;
@@ -45,6 +67,7 @@ class Scratch {
 
  private:
   Region codes_, scale_, asum_, isum_;
+  size_t few_elements_ = 0;
 };
 
 void grow(Region& region, size_t bytes);

@@ -1,5 +1,6 @@
 // What a call must move and compute: the numbers a profile sets beside its times.
 #include <algorithm>
+#include <cmath>
 
 #include "calstack/executor.h"
 
@@ -34,6 +35,15 @@ CallWork attention_work(const Call& c, const LaunchData& launch, const KVShape& 
   return {read * 2 * c.attn.kv_heads * c.attn.head_dim * element + io, 4 * pairs * c.attn.heads * c.attn.head_dim};
 }
 
+// Which experts a launch chose is not kept: the number that independent choices touch on average.
+CallWork experts_work(const Call& c, int64_t rows) {
+  const double all = c.experts, each = static_cast<double>(c.top_k) / (c.starts.empty() ? all : static_cast<double>(c.starts.back()));
+  const double distinct = all * (1.0 - std::pow(1.0 - std::min(each, 1.0), static_cast<double>(rows)));
+  const double pairs = static_cast<double>(rows) * each * all, inner = c.down.k, hidden = c.weight.k;
+  const double weights = static_cast<double>(c.weight_bytes) / all * distinct;
+  return {static_cast<int64_t>(weights + pairs * 4 * (2 * inner + 2 * hidden)), static_cast<int64_t>(pairs * 6 * inner * hidden)};
+}
+
 }  // namespace
 
 CallWork call_work(const Call& c, const LaunchData& launch, const KVShape& kv) {
@@ -45,6 +55,9 @@ CallWork call_work(const Call& c, const LaunchData& launch, const KVShape& kv) {
     case Op::attention: return attention_work(c, launch, kv);
     case Op::norm_linear:
     case Op::linear: return linear_work(c, rows);
+    case Op::moe_route: return linear_work(c, rows);
+    case Op::moe_experts: return experts_work(c, rows);
+    case Op::moe_combine: return {rows * 4 * c.out.width * (c.top_k + 2), rows * 2 * c.top_k * c.out.width};
     case Op::all_gather: return {rows * 8 * c.out.width, c.add ? rows * c.out.width : 0};
     case Op::lm_head: return linear_work(c, head_rows(launch));
   }

@@ -38,11 +38,18 @@ void futex_wake(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-bool has_work(uint64_t state) { return (state & kMask) < ((state >> kBits) & kMask); }
+uint64_t pack(uint64_t generation, int begin, int end) {
+  return generation << (2 * kBits) | static_cast<uint64_t>(end) << kBits | static_cast<uint64_t>(begin);
+}
+int begin_of(uint64_t range) { return static_cast<int>(range & kMask); }
+int end_of(uint64_t range) { return static_cast<int>((range >> kBits) & kMask); }
+
+// Units of a chunk when `left` are there: few chunks, for each begins with cold streams, and a last part that others can take.
+int chunk(int left, int low, int high) { return std::min(std::max(std::min(left - left / 4, high), low), left); }
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : threads_(std::max(threads, 1)) {
+ThreadPool::ThreadPool(int threads) : threads_(std::max(threads, 1)), lanes_(std::make_unique<Lane[]>(static_cast<size_t>(threads_))) {
   workers_.reserve(static_cast<size_t>(threads_ - 1));
   for (int id = 1; id < threads_; ++id) workers_.emplace_back([this, id] { worker_loop(id); });
 }
@@ -54,61 +61,106 @@ ThreadPool::~ThreadPool() {
   for (auto& t : workers_) t.join();
 }
 
-void ThreadPool::run(int n, Chunking chunks, Fn fn, void* ctx) {
+void ThreadPool::run(int n, Chunking chunks, Fn fn, void* ctx, Tail tail) {
   if (threads_ == 1 || n <= chunks.min) {
     if (n > 0) fn(ctx, 0, n, 0);
+    if (n > 0 && tail != nullptr) tail(ctx, 0);
     return;
   }
   for (; n > kMostUnits; n -= kMostUnits) {  // never in practice: a phase has thousands of units
     fn(ctx, n - kMostUnits, n, 0);
   }
-  fn_.store(fn, std::memory_order_relaxed);
-  ctx_.store(ctx, std::memory_order_relaxed);
-  min_.store(std::max(chunks.min, 1), std::memory_order_relaxed);
-  max_.store(std::max(chunks.max, 1), std::memory_order_relaxed);
-  done_.store(0, std::memory_order_relaxed);
-  parked_.store(false, std::memory_order_relaxed);
-  const uint64_t generation = (state_.load(std::memory_order_relaxed) >> (2 * kBits)) + 1;
-  state_.store(generation << (2 * kBits) | static_cast<uint64_t>(n) << kBits, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) > 0) {
-    epoch_.fetch_add(1, std::memory_order_seq_cst);
-    futex_wake(epoch_);
+  post(n, chunks, fn, ctx, tail);
+  if (sleepers_.load(std::memory_order_relaxed) > 0) wake();
+  Taken first{};
+  int units = 0;
+  if (take_own(lanes_[0], first)) {
+    first.fn(ctx, first.begin, first.end, 0);
+    units = first.end - first.begin;
   }
-  wait_done(static_cast<uint32_t>(n - work(0)));
+  // A worker that fell asleep just before it could see the phase: seen here, when the fence has nothing left to wait for.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_relaxed) > 0) wake();
+  units += work(0);
+  if (tail != nullptr) tail(ctx, 0);
+  expected_ += static_cast<uint32_t>(n - units);
+  wait_done(expected_);
 }
 
-bool ThreadPool::take(Taken& out) {
-  uint64_t state = state_.load(std::memory_order_acquire);
+void ThreadPool::wake() {
+  epoch_.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(epoch_);
+}
+
+// The caller's own range comes last: nobody takes from it before the others have theirs.
+void ThreadPool::post(int n, Chunking chunks, Fn fn, void* ctx, Tail tail) {
+  if (parked_.load(std::memory_order_relaxed)) parked_.store(false, std::memory_order_relaxed);
+  ++generation_;
+  for (int w = threads_ - 1; w >= 0; --w) {
+    Lane& lane = lanes_[static_cast<size_t>(w)];
+    lane.fn.store(fn, std::memory_order_relaxed);
+    lane.ctx.store(ctx, std::memory_order_relaxed);
+    lane.tail.store(tail, std::memory_order_relaxed);
+    lane.min.store(std::max(chunks.min, 1), std::memory_order_relaxed);
+    lane.max.store(std::max(chunks.max, 1), std::memory_order_relaxed);
+    const Range r = range_of(n, w);
+    lane.range.store(pack(generation_, r.begin, r.end), std::memory_order_release);
+  }
+}
+
+// The generation in the word makes a chunk of a later phase impossible to take with this phase's numbers.
+bool ThreadPool::take_own(Lane& lane, Taken& out) {
+  uint64_t range = lane.range.load(std::memory_order_acquire);
   for (;;) {
-    const int next = static_cast<int>(state & kMask), total = static_cast<int>((state >> kBits) & kMask);
-    if (next >= total) return false;
-    const int share = (total - next) / (2 * threads_);
-    const int low = min_.load(std::memory_order_relaxed), high = max_.load(std::memory_order_relaxed);
-    const int size = std::min(std::max(std::min(share, high), low), total - next);
-    // The generation in the word makes a chunk of a later phase impossible to take with this phase's numbers.
-    if (state_.compare_exchange_weak(state, state + static_cast<uint64_t>(size), std::memory_order_acq_rel, std::memory_order_acquire)) {
-      out = {next, next + size};
+    const int begin = begin_of(range), left = end_of(range) - begin;
+    if (left <= 0) return false;
+    const int n = chunk(left, lane.min.load(std::memory_order_relaxed), lane.max.load(std::memory_order_relaxed));
+    if (lane.range.compare_exchange_weak(range, range + static_cast<uint64_t>(n), std::memory_order_acq_rel, std::memory_order_acquire)) {
+      out = {lane.fn.load(std::memory_order_relaxed), lane.ctx.load(std::memory_order_relaxed), begin, begin + n,
+             lane.tail.load(std::memory_order_relaxed)};
       return true;
     }
   }
 }
 
+bool ThreadPool::steal(int worker, Taken& out) {
+  for (int i = 1; i < threads_; ++i) {
+    Lane& lane = lanes_[static_cast<size_t>((worker + i) % threads_)];
+    uint64_t range = lane.range.load(std::memory_order_acquire);
+    for (;;) {
+      const int end = end_of(range), left = end - begin_of(range);
+      if (left <= 0) break;
+      const int n = chunk(left, lane.min.load(std::memory_order_relaxed), lane.max.load(std::memory_order_relaxed));
+      const uint64_t less = range - (static_cast<uint64_t>(n) << kBits);
+      if (lane.range.compare_exchange_weak(range, less, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        out = {lane.fn.load(std::memory_order_relaxed), lane.ctx.load(std::memory_order_relaxed), end - n, end,
+               lane.tail.load(std::memory_order_relaxed)};
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 int ThreadPool::work(int worker) {
   int units = 0;
-  Taken chunk;
-  while (take(chunk)) {
-    fn_.load(std::memory_order_relaxed)(ctx_.load(std::memory_order_relaxed), chunk.begin, chunk.end, worker);
+  Taken chunk{};
+  while (take_own(lanes_[static_cast<size_t>(worker)], chunk) || steal(worker, chunk)) {
+    chunk.fn(chunk.ctx, chunk.begin, chunk.end, worker);
     units += chunk.end - chunk.begin;
   }
+  // The phase waits for these units, so its job is still there.
+  if (worker > 0 && units > 0 && chunk.tail != nullptr) chunk.tail(chunk.ctx, worker);
   return units;
 }
 
 void ThreadPool::worker_loop(int worker) {
+  const Lane& own = lanes_[static_cast<size_t>(worker)];
   while (!stop_.load(std::memory_order_acquire)) {
-    const uint64_t seen = state_.load(std::memory_order_acquire);
+    const uint64_t seen = own.range.load(std::memory_order_acquire);
     const int units = work(worker);
     if (units == 0) {
-      if (!has_work(seen)) idle(seen);
+      if (begin_of(seen) >= end_of(seen)) idle(own, seen);
       continue;
     }
     done_.fetch_add(static_cast<uint32_t>(units), std::memory_order_seq_cst);
@@ -116,20 +168,20 @@ void ThreadPool::worker_loop(int worker) {
   }
 }
 
-// Until state_ changes: spin at most kSpinNs, then sleep.
-void ThreadPool::idle(uint64_t seen) {
+// Until the worker's range changes: spin at most kSpinNs, then sleep.
+void ThreadPool::idle(const Lane& own, uint64_t seen) {
   const int64_t until = now_ns() + kSpinNs;
-  for (int i = 1; state_.load(std::memory_order_acquire) == seen; ++i) {
+  for (int i = 1; own.range.load(std::memory_order_acquire) == seen; ++i) {
     if (stop_.load(std::memory_order_relaxed)) return;
-    if (i % 16 == 0 && (parked_.load(std::memory_order_relaxed) || now_ns() > until)) return sleep(seen);
+    if (i % 16 == 0 && (parked_.load(std::memory_order_relaxed) || now_ns() > until)) return sleep(own, seen);
     pause();
   }
 }
 
-void ThreadPool::sleep(uint64_t seen) {
+void ThreadPool::sleep(const Lane& own, uint64_t seen) {
   const uint32_t epoch = epoch_.load(std::memory_order_seq_cst);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  if (state_.load(std::memory_order_seq_cst) == seen && !stop_.load(std::memory_order_seq_cst)) futex_wait(epoch_, epoch);
+  if (own.range.load(std::memory_order_seq_cst) == seen && !stop_.load(std::memory_order_seq_cst)) futex_wait(epoch_, epoch);
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 

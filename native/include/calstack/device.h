@@ -39,6 +39,8 @@ class Slot {
   int64_t ticket = -1;
   Outcome outcome = Outcome::ok;
   std::string error;
+  Calbin* calbin = nullptr;  // while it runs
+  bool tokens_known = false, ran = false;
   int64_t submitted_ns = 0, started_ns = 0, finished_ns = 0, h2d_ns = 0, infer_ns = 0, mask_wait_ns = 0;
   size_t h2d_bytes = 0;
 
@@ -146,8 +148,14 @@ class CpuDevice {
   void dispatch();
   void take_moves(int64_t before);
   void apply_moves();
-  void execute(Slot& slot);
+  bool await_work(std::unique_lock<std::mutex>& lock);
+  Slot* pick();
+  void park();
+  void run(Slot& slot);
   bool run(const Calbin& calbin, LaunchData& launch);
+  void conclude(Slot& slot);
+  void notify(std::unique_lock<std::mutex>& lock);
+  void wake();
   void prepare(const Calbin& calbin);
   bool resolve_tokens(Slot& slot);
   void expect_masks(Slot& slot);
@@ -175,6 +183,7 @@ class CpuDevice {
   std::vector<QueuedMove> moves_, batch_;  // waiting; taken by the dispatcher
   bool moving_ = false;
   int unclaimed_ = 0;
+  bool wake_ = false;  // launches have ended that nobody was told of
   std::vector<Sampled> sampled_;  // ring by ticket
   int64_t next_ticket_ = 1, next_buffer_ = 1;
   int next_calbin_ = 1;

@@ -82,7 +82,7 @@ class KVPool {
   std::atomic<size_t> committed_{0};
 };
 
-enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather };
+enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather, moe_route, moe_experts, moe_combine };
 const char* op_name(Op op);
 
 struct Buf {
@@ -108,9 +108,15 @@ struct Call {
   const float* inv_freq = nullptr;
   float eps = 0.0f, scale = 1.0f, softcap = 0.0f;
   double attention_factor = 1.0;
+  const Call* next = nullptr;  // the next call that reads a weight, in the order of launches
   int first = 0;           // lm_head: vocabulary entry of its first output
   bool add = false;        // all_gather
-  std::vector<Buf> parts;  // all_gather: by chip, in that chip's arena; width 0 = nothing
+  std::vector<Buf> parts;  // all_gather, moe_combine: by chip, in that chip's arena; width 0 = nothing
+  // Mixture of experts. `table` is the choice buffer of experts and combine; `first` the chip's first expert.
+  Weight down{};
+  int top_k = 0, experts = 0;
+  bool renormalise = false;
+  std::vector<int> starts;  // first expert of each chip
 };
 
 struct Program {
@@ -184,6 +190,7 @@ CallWork call_work(const Call& call, const LaunchData& launch, const KVShape& kv
 
 class Scratch;
 class ChipLink;
+struct PairRows;
 
 class Executor {
  public:
@@ -206,6 +213,7 @@ class Executor {
   void rope_kv(const Calbin& calbin, const Call& c, LaunchData& launch);
   void linear(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void linear_few(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void prefetch_next(const Call& c, int worker);
   void linear_quantised(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void linear_float(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void attention(const Calbin& calbin, const Call& c, LaunchData& launch);
@@ -213,6 +221,12 @@ class Executor {
   void attention_splits(const Calbin& calbin, const Call& c, LaunchData& launch);
   void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
   void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);
+  void moe_route(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void place_pairs(const Call& c, int rows, float* choice);
+  void list_pairs(const Call& c, int rows, float* choice);
+  void moe_experts(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void expert_products(const Weight& w, int experts, const PairRows& in, Epilogue ep, Act act, float* out, size_t os);
+  void moe_combine(const Calbin& calbin, const Call& c, LaunchData& launch);
   void all_gather(const Calbin& calbin, const Call& c, LaunchData& launch);
   bool gather_logits(const Call& c, int vocab, int count);
   bool meet();

@@ -16,6 +16,8 @@ enum class Epilogue : int32_t { store, residual, gated };
 constexpr int kLane = 16;           // outputs per packed block, lanes of a lane sum
 constexpr int kKeyTile = 64;        // keys per attention tile
 constexpr int kSplitKeys = 256;     // keys per attention split: fine enough that two threads share one context evenly
+constexpr int kMostExperts = 1024;  // and kMostChosen of them for a row
+constexpr int kMostChosen = 64;
 constexpr int kBlockPositions = 64; // positions per KV block: one key tile
 
 // A packed weight, layout n16.v1. Blocks of 16 outputs, then groups of K inside a block:
@@ -109,6 +111,10 @@ struct KernelTable {
   // Merge partials ml [splits][group][2], o [splits][group][head_dim] of consecutive splits in ascending order into the row `out`
   // (heads kv_head * group ... of [heads][head_dim]). Splits before the window may be left out.
   void (*attention_merge)(const AttnShape& s, const float* ml, const float* o, int splits, int kv_head, float* out);
+  // One row of router logits: the top_k experts and their weights, in order of choice.
+  void (*moe_route)(const float* z, int experts, int top_k, bool renormalise, float* weights, int32_t* chosen);
+  // out += sum over j < top_k of weights[j] * parts[j], n values.
+  void (*moe_combine)(const float* weights, const float* const* parts, int top_k, float* out, int n);
   // Sample one row; logits are changed in place. scratch: vocab * 16 bytes.
   void (*sample)(float* logits, int vocab, float softcap, const SampleArgs& args, SampleOut& out, void* scratch);
 };

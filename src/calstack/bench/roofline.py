@@ -67,7 +67,16 @@ class Roofline:
             # a launch's rows share each read of the cache
             q = self._submodel(point).q_len
             past = float(sum(min(start + q, point.prompt) for start in range(0, point.prompt, q)))
-        return load.constant * self._passes(point) + load.per_token * point.tokens + load.per_past_token * past
+        experts = load.per_expert * self._distinct(point) * self._passes(point)
+        return load.constant * self._passes(point) + load.per_token * point.tokens + load.per_past_token * past + experts
+
+    def _distinct(self, point: Point) -> float:
+        """Experts of a layer that a launch touches, when every token chooses independently of the others."""
+        moe = self._manifest.model.moe
+        if moe is None:
+            return 0.0
+        rows = point.batch if point.phase != "prefill" else min(point.prompt, self._submodel(point).q_len)
+        return float(moe.experts * (1.0 - (1.0 - moe.top_k / moe.experts) ** rows))
 
     def _submodel(self, point: Point) -> Submodel:
         role = Role.PREFILL if point.phase == "prefill" else Role.DECODE

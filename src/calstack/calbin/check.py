@@ -17,6 +17,9 @@ from calstack.calbin.program import (
     Embed,
     Linear,
     LmHead,
+    MoeCombine,
+    MoeExperts,
+    MoeRoute,
     NormLinear,
     Program,
     QkNormRopeKv,
@@ -164,13 +167,15 @@ def _program_faults(p: Program, s: Submodel, m: Manifest) -> Iterator[tuple[str,
 def _gather_faults(p: Program) -> Iterator[tuple[str, str]]:
     """All chips meet at the same sync points in the same order, and the parts of a gather fill its output."""
     width = {b.name: b.width for b in p.buffers}
-    gathers = [[call for call in stream if isinstance(call, AllGather)] for stream in p.streams]
-    for chip, own in enumerate(gathers):
-        if [(c.sync, c.add) for c in own] != [(c.sync, c.add) for c in gathers[0]]:
+    syncs = [[call for call in stream if isinstance(call, AllGather | MoeCombine)] for stream in p.streams]
+    for chip, own in enumerate(syncs):
+        if [(c.sync, type(c)) for c in own] != [(c.sync, type(c)) for c in syncs[0]]:
             yield f"$.streams[{chip}]", "has other sync points than chip 0"
             return
-        yield from _duplicates(f"$.streams[{chip}]", [c.sync for c in own])
-    for together in zip(*gathers, strict=True):
+        yield from _duplicates(f"$.streams[{chip}]", [c.sync for c in own if c.sync])
+    for together in zip(*([call for call in own if isinstance(call, AllGather)] for own in syncs), strict=True):
+        if len({call.add for call in together}) > 1:
+            yield "$.streams", f"gather {together[0].sync} is added on some chips only"
         parts = sum(width.get(c.x, 0) for c in together if c.x is not None)
         for chip, call in enumerate(together):
             if width.get(call.out) != parts:
@@ -225,6 +230,8 @@ class _Known:
             yield from self._linear(call)
         elif isinstance(call, AllGather):
             yield from self._all_gather(call)
+        elif isinstance(call, MoeRoute | MoeExperts | MoeCombine):
+            yield from self._moe(call)
         else:
             yield from self._lm_head(call)
 
@@ -254,6 +261,30 @@ class _Known:
                 yield from self._buffer(field, name, buffer.width)
             elif name is not None:
                 yield field, f"buffer {name!r} does not exist on this chip"
+
+    def _moe(self, c: MoeRoute | MoeExperts | MoeCombine) -> Iterator[tuple[str, str]]:
+        yield from _range("top_k", c.top_k, 64)
+        if isinstance(c, MoeCombine):
+            yield from self._buffer("choice", c.choice, 3 * c.top_k)
+            width = self._buffers[c.residual].width if c.residual in self._buffers else 0
+            yield from self._buffer("residual", c.residual, width)
+            yield from self._buffer("x", c.x, c.top_k * width)
+            return
+        yield from self._weight(c.weight)
+        yield from self._vector("norm", c.norm, c.weight.k)
+        yield from self._buffer("x", c.x, c.weight.k)
+        if isinstance(c, MoeRoute):
+            yield from _range("weight.n", c.weight.n, 1024, least=c.top_k)
+            yield from self._buffer("out", c.out, 3 * c.top_k)
+            return
+        yield from self._weight(c.down, "down")
+        yield from self._buffer("choice", c.choice, 3 * c.top_k)
+        yield from self._buffer("out", c.out, c.top_k * c.weight.k)
+        yield from _range("experts", c.experts, 1024)
+        if not 0 <= c.first <= c.all_experts - c.experts:
+            yield "first", f"experts {c.first} to {c.first + c.experts} of {c.all_experts}"
+        if (c.weight.n, c.down.n) != (2 * c.experts * c.down.k, c.experts * c.weight.k) or c.down.k % 16 or c.weight.k % 16:
+            yield "weight.n", f"{c.weight.n} and {c.down.n} outputs do not fit {c.experts} experts of {c.down.k}"
 
     def _lm_head(self, c: LmHead) -> Iterator[tuple[str, str]]:
         yield from self._weight(c.weight)
@@ -298,15 +329,15 @@ class _Known:
         if bias is not None:
             yield from self._vector("bias", bias, weight.n)
 
-    def _weight(self, w: Weight) -> Iterator[tuple[str, str]]:
+    def _weight(self, w: Weight, at: str = "weight") -> Iterator[tuple[str, str]]:
         grouped = w.format in _GROUPED
         for field in ("n", "k"):
-            yield from _range(f"weight.{field}", getattr(w, field), MOST["width"])
+            yield from _range(f"{at}.{field}", getattr(w, field), MOST["width"])
         if grouped and (not 8 <= w.group <= MOST["group"] or w.group % 8 or w.k % w.group):
-            yield "weight.group", f"is {w.group} for {w.k} inputs"
+            yield f"{at}.group", f"is {w.group} for {w.k} inputs"
         elif not grouped and (w.group or w.minimum):
-            yield "weight.group", f"must be 0 for {w.format}"
+            yield f"{at}.group", f"must be 0 for {w.format}"
         elif w.format is WeightFormat.W8A8 and w.minimum:
-            yield "weight.minimum", "w8a8 has no minimum"
+            yield f"{at}.minimum", "w8a8 has no minimum"
         elif self._tensors.get(w.tensor) != weight_bytes(w):
-            yield "weight.tensor", f"{w.tensor!r} has {self._tensors.get(w.tensor)} bytes, needs {weight_bytes(w)}"
+            yield f"{at}.tensor", f"{w.tensor!r} has {self._tensors.get(w.tensor)} bytes, needs {weight_bytes(w)}"

@@ -21,6 +21,9 @@ __all__ = [
     "Embed",
     "Linear",
     "LmHead",
+    "MoeCombine",
+    "MoeExperts",
+    "MoeRoute",
     "NormLinear",
     "Program",
     "QkNormRopeKv",
@@ -184,7 +187,61 @@ class AllGather(_Call, frozen=True, kw_only=True, tag_field="op", tag="all_gathe
     OP: ClassVar[str] = "all_gather"
 
 
-Call = Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | LmHead | AllGather
+class MoeRoute(_Call, frozen=True, kw_only=True, tag_field="op", tag="moe_route"):
+    """The experts of each row: `out` is `[rows, 3 * top_k]`, per choice its weight, its expert, and the pair's place among the pairs of
+    the chip that holds the expert, sorted by expert. `starts` is the first expert of every chip."""
+
+    x: str
+    norm: Vector
+    norm_kind: NormKind = NormKind.RMS
+    eps: float
+    weight: Weight
+    top_k: int
+    renormalise: bool
+    starts: tuple[int, ...] = (0,)
+    out: str
+    OP: ClassVar[str] = "moe_route"
+
+
+class MoeExperts(_Call, frozen=True, kw_only=True, tag_field="op", tag="moe_experts"):
+    """Outputs of the chip's experts `[first, first + experts)` of `all_experts` for the pairs that chose them, each at its place in `out`
+    (`[rows, top_k * k]`, read as `[rows * top_k, k]`).
+
+    `weight` stacks the experts' gate and up projections, each as in `NormLinear` with `gated`; `down` their down projections.
+    """
+
+    x: str
+    norm: Vector
+    norm_kind: NormKind = NormKind.RMS
+    eps: float
+    weight: Weight
+    down: Weight
+    activation: Activation = Activation.SILU
+    choice: str
+    top_k: int
+    first: int = 0
+    experts: int
+    all_experts: int
+    out: str
+    OP: ClassVar[str] = "moe_experts"
+
+
+class MoeCombine(_Call, frozen=True, kw_only=True, tag_field="op", tag="moe_combine"):
+    """`residual += Σ weight * output` over a row's choices in their order; outputs are read where their experts are.
+
+    Over several chips a sync point, like `AllGather`.
+    """
+
+    sync: str = ""
+    x: str
+    choice: str
+    residual: str
+    top_k: int
+    starts: tuple[int, ...] = (0,)
+    OP: ClassVar[str] = "moe_combine"
+
+
+Call = Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | LmHead | AllGather | MoeRoute | MoeExperts | MoeCombine
 
 
 class Program(_Node, frozen=True, kw_only=True):

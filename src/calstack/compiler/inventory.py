@@ -29,7 +29,7 @@ class Class(enum.StrEnum):
 
 
 _CLASSES = {
-    Class.NATIVE: ("Gather", "MatMul", "Attention"),
+    Class.NATIVE: ("Gather", "MatMul", "Attention", "calbin::MoE"),
     Class.COMPOSABLE: ("Swish", "Gelu", "Identity", "Constant"),
     Class.FUSE: (
         *("RMSNormalization", "RotaryEmbedding", "Transpose", "Reshape", "Unsqueeze", "Cast"),

@@ -6,7 +6,20 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from calstack.calbin.program import Attention, Call, Embed, Linear, LmHead, NormLinear, QkNormRopeKv, RopeTable, Vector
+from calstack.calbin.program import (
+    Attention,
+    Call,
+    Embed,
+    Linear,
+    LmHead,
+    MoeCombine,
+    MoeExperts,
+    MoeRoute,
+    NormLinear,
+    QkNormRopeKv,
+    RopeTable,
+    Vector,
+)
 from calstack.compiler.fuse.match import attr
 from calstack.errors import UnsupportedError
 from calstack.specs import Activation, NormKind
@@ -74,9 +87,12 @@ class _Walker:
 
     def visit(self, position: int, node: ir.Node) -> None:
         """Append the node's call."""
-        if node.op_type in {"Residual", "QkNormRopeKv"}:
+        if node.op_type in {"Residual", "QkNormRopeKv", "MoeResidual"}:
             self._check_in_place(position, node)
-        self._calls.append(self._lower[node.op_type](node))
+        if node.op_type == "MoeResidual":
+            self._calls += self._moe(node)
+        else:
+            self._calls.append(self._lower[node.op_type](node))
 
     def result(self) -> Lowered:
         """What was collected."""
@@ -92,11 +108,16 @@ class _Walker:
                 raise UnsupportedError(what, where=self._where, remedy="keep the residual stream of graph/model.py")
 
     def _new(self, kind: str, value: ir.Value, width: int) -> str:
-        """A buffer of its own for `value`; buffers of layers are numbered."""
+        """A buffer of its own for `value`."""
+        name = self._buffers[id(value)] = self._name(kind, width)
+        return name
+
+    def _name(self, kind: str, width: int) -> str:
+        """A new buffer; those of layers are numbered."""
         name = kind if self._layer < 0 else f"{kind}.{self._layer}"
         while name in self._widths:
             name += "'"
-        self._buffers[id(value)], self._widths[name] = name, width
+        self._widths[name] = width
         return name
 
     def _of(self, value: ir.Value) -> str:
@@ -182,6 +203,39 @@ class _Walker:
         return Linear(
             layer=self._layer, x=self._of(x), weight=self._table.weight([weight]), bias=self._bias(bias), residual=self._of(residual)
         )
+
+    def _moe(self, node: ir.Node) -> list[Call]:
+        residual, x, norm, router, gate, up, down = node.inputs
+        top_k, eps, kind = attr(node, "top_k", 0), attr(node, "eps", 0.0), _norm_kind(node)
+        weights = self._table.vector([norm], plus_one=bool(attr(node, "plus_one", 0)))
+        route = MoeRoute(
+            layer=self._layer,
+            x=self._of(x),
+            norm=weights,
+            norm_kind=kind,
+            eps=eps,
+            weight=self._table.weight([router], router=True),
+            top_k=top_k,
+            renormalise=bool(attr(node, "renormalise", 0)),
+            out=self._name("choice", 3 * top_k),
+        )
+        down_weight = self._table.weight([down])
+        experts = MoeExperts(
+            layer=self._layer,
+            x=route.x,
+            norm=weights,
+            norm_kind=kind,
+            eps=eps,
+            weight=self._table.weight([gate, up], interleave=True),
+            down=down_weight,
+            choice=route.out,
+            top_k=top_k,
+            experts=route.weight.n,
+            all_experts=route.weight.n,
+            out=self._name("experts", top_k * route.weight.k),
+        )
+        self._same(node.outputs[0], residual)
+        return [route, experts, MoeCombine(layer=self._layer, x=experts.out, choice=route.out, residual=self._of(residual), top_k=top_k)]
 
     def _linear(self, node: ir.Node) -> Call:
         x, initializer, *bias = node.inputs

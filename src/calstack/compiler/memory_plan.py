@@ -26,7 +26,7 @@ class Life:
 
 def buffers_of(call: Call) -> tuple[str, ...]:
     """Names of the buffers a call reads or writes."""
-    names = (getattr(call, field, None) for field in ("x", "qkv", "table", "residual", "out"))
+    names = (getattr(call, field, None) for field in ("x", "qkv", "table", "choice", "residual", "out"))
     return tuple(name for name in names if name is not None)
 
 

@@ -10,6 +10,8 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from calstack.calbin.packing import LANES
 from calstack.calbin.program import (
     AllGather,
@@ -18,6 +20,9 @@ from calstack.calbin.program import (
     Embed,
     Linear,
     LmHead,
+    MoeCombine,
+    MoeExperts,
+    MoeRoute,
     NormLinear,
     QkNormRopeKv,
     RopeTable,
@@ -128,6 +133,7 @@ class _Split:
         self._whole = lowered.widths
         self._ropes = {call.qkv: call for call in lowered.calls if isinstance(call, QkNormRopeKv)}
         self._syncs = 0
+        self._starts: tuple[int, ...] = (0,)  # first expert of each chip, of the last experts' call
 
     def streams(self) -> tuple[Stream, ...]:
         return tuple(Stream(tuple(calls), widths) for calls, widths in zip(self._calls, self._widths, strict=True))
@@ -249,6 +255,61 @@ class _Split:
             weight, bias = self._shards.weight(chip, c.weight, (share,)), self._shards.vector(chip, c.bias, (share,))
             self._calls[chip].append(Linear(layer=c.layer, x=self._at(c.x, chip), weight=weight, bias=bias, out=parts[-1]))
         self._gather(c.layer, parts, str(c.residual or c.out), add=c.residual is not None)
+
+    def _experts(self, experts: int) -> tuple[tuple[int, int], ...]:
+        if experts < self._shards.chips:
+            what = f"{experts} experts cannot be split over {self._shards.chips} chips"
+            raise UnsupportedError(what, where="partition", remedy="choose a target of one chip")
+        return shares(experts, self._shards.chips)
+
+    @call.register
+    def _(self, c: MoeRoute) -> None:
+        starts = tuple(begin for begin, _ in self._experts(c.weight.n))
+        for chip in self._chips:
+            self._calls[chip].append(
+                msgspec.structs.replace(
+                    c,
+                    x=self._at(c.x, chip),
+                    norm=self._shards.whole(chip, c.norm),
+                    weight=self._shards.weight(chip, c.weight),
+                    starts=starts,
+                    out=self._same(c.out, chip),
+                )
+            )
+
+    @call.register
+    def _(self, c: MoeExperts) -> None:
+        for chip, (begin, end) in enumerate(self._experts(c.experts)):
+            up, down = c.weight.n // c.experts, c.down.n // c.experts
+            self._calls[chip].append(
+                msgspec.structs.replace(
+                    c,
+                    x=self._at(c.x, chip),
+                    norm=self._shards.whole(chip, c.norm),
+                    weight=self._shards.weight(chip, c.weight, ((begin * up, end * up),)),
+                    down=self._shards.weight(chip, c.down, ((begin * down, end * down),)),
+                    choice=self._at(c.choice, chip),
+                    first=begin,
+                    experts=end - begin,
+                    out=self._same(c.out, chip),
+                )
+            )
+        self._starts = tuple(begin for begin, _ in self._experts(c.experts))
+
+    @call.register
+    def _(self, c: MoeCombine) -> None:
+        for chip in self._chips:
+            self._calls[chip].append(
+                msgspec.structs.replace(
+                    c,
+                    sync=f"s{self._syncs}",
+                    x=self._at(c.x, chip),
+                    choice=self._at(c.choice, chip),
+                    residual=self._at(c.residual, chip),
+                    starts=self._starts,
+                )
+            )
+        self._syncs += 1
 
     @call.register
     def _(self, c: LmHead) -> None:

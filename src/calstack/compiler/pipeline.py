@@ -14,6 +14,7 @@ from calstack.compiler.fuse.attention import ATTENTION
 from calstack.compiler.fuse.embed import EMBED, EMBED_SCALE
 from calstack.compiler.fuse.linear import BIAS, LINEAR, RESIDUAL
 from calstack.compiler.fuse.mlp import GATED
+from calstack.compiler.fuse.moe import MOE, MOE_RESIDUAL
 from calstack.compiler.fuse.norm import LM_HEAD, NORM_STACK
 from calstack.compiler.fuse.rope import ROPE_TABLE
 from calstack.compiler.fuse.rule import Fuse, Miss, RemoveDead
@@ -48,9 +49,11 @@ FUSION = (
     BIAS,
     ATTENTION,
     GATED,
+    MOE,
     NORM_STACK,
     LM_HEAD,
     RESIDUAL,
+    MOE_RESIDUAL,
 )
 
 

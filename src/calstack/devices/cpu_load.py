@@ -11,6 +11,9 @@ from calstack.calbin.program import (
     Embed,
     Linear,
     LmHead,
+    MoeCombine,
+    MoeExperts,
+    MoeRoute,
     NormLinear,
     Program,
     QkNormRopeKv,
@@ -63,7 +66,7 @@ class _Translator:
         self._shard = calbin.shard(chip)
         self._buffers = {b.name: (b.offset, b.width) for b in program.buffers}
         self._parts: dict[str, list[tuple[int, int]]] = {}  # of each gather, by chip
-        for call in (call for stream in program.streams for call in stream if isinstance(call, AllGather)):
+        for call in (call for stream in program.streams for call in stream if isinstance(call, AllGather | MoeCombine) and call.sync):
             self._parts.setdefault(call.sync, []).append((0, 0) if call.x is None else self._buffers[call.x])
 
     def run(self) -> None:
@@ -130,6 +133,36 @@ class _Translator:
     @call.register
     def _(self, c: AllGather) -> None:
         self._to.all_gather(c.layer, self._parts[c.sync], self._buffers[c.out], c.add)
+
+    @call.register
+    def _(self, c: MoeRoute) -> None:
+        self._norm(c.norm_kind)
+        x, out, weight = self._buffers[c.x], self._buffers[c.out], self._weight(c.weight)
+        self._to.moe_route(c.layer, x, self._need(c.norm), c.eps, weight, c.top_k, c.renormalise, c.starts, out)
+
+    @call.register
+    def _(self, c: MoeExperts) -> None:
+        self._norm(c.norm_kind)
+        self._to.moe_experts(
+            c.layer,
+            self._buffers[c.x],
+            self._need(c.norm),
+            c.eps,
+            self._weight(c.weight),
+            self._weight(c.down),
+            c.activation.value,
+            self._buffers[c.choice],
+            c.top_k,
+            c.first,
+            c.experts,
+            c.all_experts,
+            self._buffers[c.out],
+        )
+
+    @call.register
+    def _(self, c: MoeCombine) -> None:
+        parts = self._parts[c.sync] if c.sync else [self._buffers[c.x]]
+        self._to.moe_combine(c.layer, parts, self._buffers[c.choice], c.top_k, c.starts, self._buffers[c.residual])
 
     def _norm(self, kind: NormKind) -> None:
         if kind is NormKind.LAYER:

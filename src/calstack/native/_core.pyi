@@ -52,6 +52,35 @@ class CalbinBuilder:
         self, layer: int, x: _Buf, norm: _Vector, eps: float, weight: _Weight, bias: _Vector | None, softcap: float, first: int
     ) -> None: ...
     def all_gather(self, layer: int, parts: Sequence[_Buf], out: _Buf, add: bool) -> None: ...
+    def moe_route(
+        self,
+        layer: int,
+        x: _Buf,
+        norm: _Vector,
+        eps: float,
+        weight: _Weight,
+        top_k: int,
+        renormalise: bool,
+        starts: Sequence[int],
+        out: _Buf,
+    ) -> None: ...
+    def moe_experts(
+        self,
+        layer: int,
+        x: _Buf,
+        norm: _Vector,
+        eps: float,
+        up: _Weight,
+        down: _Weight,
+        act: str,
+        choice: _Buf,
+        top_k: int,
+        first: int,
+        experts: int,
+        all: int,  # noqa: A002
+        out: _Buf,
+    ) -> None: ...
+    def moe_combine(self, layer: int, parts: Sequence[_Buf], choice: _Buf, top_k: int, starts: Sequence[int], residual: _Buf) -> None: ...
 
 class CpuDevice:
     def __init__(self, threads: int, isa: str, queue_depth: int, strict: bool, event: bool, isolate: bool) -> None: ...

@@ -93,9 +93,14 @@ def _order(whole: npt.NDArray[np.intp] | None, rows: Ranges) -> npt.NDArray[np.i
     return places if whole is None else whole[places]
 
 
+def _matrix(part: StoredTensor) -> Floats:
+    """Experts one under the other."""
+    return part.float32().reshape(-1, part.shape[-1])
+
+
 def _cast(part: StoredTensor, fmt: WeightFormat) -> npt.NDArray[np.generic]:
     with np.errstate(over="ignore"):  # what overflows f16 is infinite, and refused
-        values = _finite(part.float32(), part.name).astype(_ELEMENT[fmt])
+        values = _finite(_matrix(part), part.name).astype(_ELEMENT[fmt])
     _finite(values, part.name)
     return values
 
@@ -110,7 +115,7 @@ def _codes(part: StoredTensor, weight: Weight, *, exact: bool) -> Codes:
         if codes.minimum is not None:
             _finite(codes.minimum, part.name)
         return codes
-    values = part.float32()
+    values = _matrix(part)
     _finite(values, part.name)
     return search_w8(values, group=weight.group) if wide else search_w4(values, group=weight.group, minimum=weight.minimum)
 

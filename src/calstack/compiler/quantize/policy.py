@@ -37,7 +37,7 @@ class Choice:
     exact: tuple[bool, ...]
 
 
-def choose(parts: Sequence[Source], *, k: int, head: bool, quant: QuantSpec, keep: bool) -> Choice:
+def choose(parts: Sequence[Source], *, k: int, head: bool, quant: QuantSpec, keep: bool, router: bool = False) -> Choice:
     """The form of a weight whose `parts` are stacked by rows.
 
     Args:
@@ -46,9 +46,12 @@ def choose(parts: Sequence[Source], *, k: int, head: bool, quant: QuantSpec, kee
         head: whether it is the embedding or the head.
         quant: what the user asked for.
         keep: without a request, keep the source's form (else 8 bits).
+        router: a router's choices tip with small errors, so it stays in floats unless an override names it.
     """
     asked = _asked(parts, head=head, quant=quant)
     kinds = {part.declared for part in parts}
+    if router and not _overridden(parts, quant):
+        asked = _widest(kinds)
     if asked is None:
         asked, minimum = _kept(kinds) if keep else (WeightFormat.W8A8, False)
     else:
@@ -62,6 +65,10 @@ def choose(parts: Sequence[Source], *, k: int, head: bool, quant: QuantSpec, kee
     if asked in _FLOAT_FORMAT.values():
         return Choice(asked, 0, minimum=False, exact=tuple(_float_exact(part.kind, asked) for part in parts))
     return Choice(asked, group, minimum, tuple(_block_exact(part.kind, asked, minimum=minimum) for part in parts))
+
+
+def _overridden(parts: Sequence[Source], quant: QuantSpec) -> bool:
+    return any(fnmatchcase(part.name, pattern) for pattern, _ in quant.overrides for part in parts)
 
 
 def _asked(parts: Sequence[Source], *, head: bool, quant: QuantSpec) -> WeightFormat | None:

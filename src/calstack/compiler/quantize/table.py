@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -78,12 +79,12 @@ class ParameterTable:
         """Everything asked for, in order of first use: the order in the shard."""
         return tuple(self._plans.values())
 
-    def weight(self, values: Sequence[ir.Value], *, head: bool = False, interleave: bool = False) -> Weight:
-        """A packed weight of these initializers `[n, k]`, stacked by rows."""
+    def weight(self, values: Sequence[ir.Value], *, head: bool = False, interleave: bool = False, router: bool = False) -> Weight:
+        """A packed weight of these initializers `[n, k]` or `[experts, n, k]`, stacked by rows."""
         name = _joined([str(v.name) for v in values])
         plan = self._plans.get(name)
         if plan is None:
-            plan = self._plans[name] = self._plan_weight(name, values, head=head, interleave=interleave)
+            plan = self._plans[name] = self._plan_weight(name, values, head=head, interleave=interleave, router=router)
         assert isinstance(plan, WeightPlan), name
         if plan.interleave != interleave:
             raise UnsupportedError("is used both gated and plain", where=name, remedy="store it twice in the graph")
@@ -121,19 +122,19 @@ class ParameterTable:
                 rows.append(TensorQuant(tensor=part.name, source=part.kind, format=w.format, group=w.group, minimum=w.minimum, exact=exact))
         return tuple(rows)
 
-    def _plan_weight(self, name: str, values: Sequence[ir.Value], *, head: bool, interleave: bool) -> WeightPlan:
+    def _plan_weight(self, name: str, values: Sequence[ir.Value], *, head: bool, interleave: bool, router: bool) -> WeightPlan:
         parts = tuple(self._stored(value) for value in values)
-        k = parts[0].shape[1]
+        k = parts[0].shape[-1]
         sources = [Source(p.name, p.kind, str(v.metadata_props.get(KIND_KEY, p.kind))) for p, v in zip(parts, values, strict=True)]
-        choice = choose(sources, k=k, head=head, quant=self._quant, keep=self._keep)
-        n = sum(part.shape[0] for part in parts)
+        choice = choose(sources, k=k, head=head, quant=self._quant, keep=self._keep, router=router)
+        n = sum(math.prod(part.shape[:-1]) for part in parts)
         weight = Weight(tensor=name, format=choice.format, n=n, k=k, group=choice.group, minimum=choice.minimum)
         return WeightPlan(weight, parts, choice, interleave)
 
     def _stored(self, value: ir.Value) -> StoredTensor:
         stored = self._tensors.get(str(value.name))
-        if stored is None or len(stored.shape) != 2 or tuple(stored.shape) != tuple(value.shape or ()):
-            raise UnsupportedError("is no 2-D weight of the source", where=str(value.name), remedy="keep the graph's initializers")
+        if stored is None or len(stored.shape) not in {2, 3} or tuple(stored.shape) != tuple(value.shape or ()):
+            raise UnsupportedError("is no weight of the source", where=str(value.name), remedy="keep the graph's initializers")
         return stored
 
 
