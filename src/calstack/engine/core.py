@@ -241,6 +241,8 @@ class Core:
         seq = lane.seq
         seq.done = lane.end
         self.lanes.publish(seq)
+        if seq.scored and output.logits is not None:
+            self._out.prompt(seq.request, *lane.scores(output.logits))
         if not lane.emit:
             return
         seq.pending.popleft()
@@ -348,7 +350,7 @@ class Core:
         waiting = sorted((s for s in self.running if s.prefilling), key=lambda s: s.rank)
         if not waiting:
             return None
-        wants = [Extent(s.planned, min(s.target - s.planned, self.options.prefill_chunk)) for s in waiting]
+        wants = [Extent(s.planned, s.wanted(self.options)) for s in waiting]
         choice = self._planner.prefill(wants, self._budget())
         return self._launch("prefill", choice, waiting) if choice else None
 

@@ -50,6 +50,7 @@ class Generate:
     stops: tuple[str, ...]
     stop_ids: tuple[int, ...]
     ignore_eos: bool
+    min_tokens: int
     stream: bool
     include_usage: bool
     timings: bool
@@ -60,7 +61,6 @@ class Generate:
 
 # Fields of features that are not built, with the values that ask for nothing.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
     "prompt_logprobs": (-1,),
     "t_max_predict_ms": (0, -1),
     "return_progress": (False,),
@@ -118,6 +118,7 @@ def generate_of(fields: GenerationFields, vocabulary: Vocabulary, limits: Limits
         stops=_stops(fields.stop, limits),
         stop_ids=_stop_ids(fields.stop_token_ids, vocabulary, ignore_eos=ignore_eos),
         ignore_eos=ignore_eos,
+        min_tokens=_min_tokens(fields),
         stream=bool(fields.stream),
         include_usage=_include_usage(fields),
         timings=bool(fields.timings or fields.timings_per_token),
@@ -195,6 +196,11 @@ def _max_tokens(fields: GenerationFields) -> int | None:
         if value is not None:
             return None if _in_range(name, value, -1, 1 << 62) == -1 else int(value)
     return None
+
+
+def _min_tokens(fields: GenerationFields) -> int:
+    most = _max_tokens(fields)
+    return _in_range("min_tokens", fields.min_tokens or 0, 0, (1 << 31 if most is None else most) + 1)
 
 
 def _stops(stop: str | list[str] | None, limits: LimitsConfig) -> tuple[str, ...]:
