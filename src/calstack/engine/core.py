@@ -284,6 +284,9 @@ class Core:
         self.counters["padding_rows"] += rows - useful
         if flight.kind == "prefill":
             self.costs.prefill(rows, busy)
+            if any(seq.first_token_ns and not seq.prefilling for seq in self.running):
+                self.counters["prefill_interruptions"] += 1
+                self.counters["prefill_interruption_ns"] += busy
         else:
             self.costs.decode(flight.submodel, busy)
         self._ended.append((c, times_of(flight, rows, useful, c, framework)))

@@ -58,6 +58,7 @@ class Generation:
         self._prompts: list[PromptSpec] = []
         self._choices: list[Choice] = []
         self._pending: list[Delta] = []
+        self._told: dict[int, float] = {}  # when a choice gave something last
         self.ends: dict[int, End] = {}
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
@@ -69,6 +70,8 @@ class Generation:
 
     def __exit__(self, *exc: object) -> None:
         self.cancel()
+        if self.ends:
+            self._context.metrics.request_ended(max(end.completion_tokens for end in self.ends.values()))
         started = {id(place) for prompt in self._prompts for place in prompt.places} if self._choices else set()
         for place in self._places:  # those whose choice was never given to the engine; the others are released at its end
             if id(place) not in started:
@@ -143,6 +146,7 @@ class Generation:
         """
         if self._gone:
             raise CancelledError("the client left")
+        self._context.metrics.asked(choices=self._generate.choices, max_tokens=max(prompt.limit for prompt in self._prompts))
         for number, prompt in enumerate(self._prompts):
             for draw, place in enumerate(prompt.places):
                 self._start_one(number * self._generate.choices + draw, draw, prompt, place)
@@ -254,6 +258,9 @@ class Generation:
             self.ends[delta.index] = delta.end
         self._pending.append(delta)
         self._wake()
+        if (last := self._told.get(delta.index)) is not None and delta.text:
+            self._context.metrics.next_text(self._last - last)
+        self._told[delta.index] = self._last
 
     def _ended(self, end: End, prompt: PromptSpec, place: Place) -> None:
         usage = end.usage

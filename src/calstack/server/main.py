@@ -162,7 +162,7 @@ async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecuto
     model = await asyncio.get_running_loop().run_in_executor(
         pool, lambda: load_model(config.calbin, config.model, template_seconds=limits.template_seconds)
     )
-    metrics = Metrics(admission, lambda: supervisor.stats, lambda: _device_status(supervisor), model.id)
+    metrics = Metrics(admission, lambda: supervisor.stats, lambda: _device_status(supervisor), model.id, lambda: access.refused)
     return Context(
         config=config,
         model=model,
