@@ -13,6 +13,7 @@ from calstack.server.admission import Place
 from calstack.server.choice import Choice, Delta, End
 from calstack.server.context import Context
 from calstack.server.params import Generate, output_limit
+from calstack.server.traces import ChoiceTrace
 from calstack.text.thoughts import ThoughtMeter
 from calstack.wire import Submit
 
@@ -60,6 +61,7 @@ class Generation:
         self._pending: list[Delta] = []
         self._told: dict[int, float] = {}  # when a choice gave something last
         self.ends: dict[int, End] = {}
+        self.traces: list[ChoiceTrace] = []
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
         self._last = arrival
@@ -254,7 +256,7 @@ class Generation:
 
     def _take(self, delta: Delta, prompt: PromptSpec, place: Place) -> None:
         if delta.end is not None:
-            self._ended(delta.end, prompt, place)
+            self._ended(delta.index, delta.end, prompt, place)
             self.ends[delta.index] = delta.end
         self._pending.append(delta)
         self._wake()
@@ -262,11 +264,13 @@ class Generation:
             self._context.metrics.next_text(self._last - last)
         self._told[delta.index] = self._last
 
-    def _ended(self, end: End, prompt: PromptSpec, place: Place) -> None:
+    def _ended(self, index: int, end: End, prompt: PromptSpec, place: Place) -> None:
         usage = end.usage
+        reason = end.reason or ("cancelled" if end.cancelled else "error")
+        self.traces.append(ChoiceTrace(index, reason, end.completion_tokens, usage, time.time_ns()))
         self._context.admission.release(place, (usage.prefill_ms + usage.decode_ms) / 1e3 if usage else None)
         self._context.metrics.ended(
-            end.reason or ("cancelled" if end.cancelled else "error"),
+            reason,
             prompt=len(prompt.ids),
             output=end.completion_tokens,
             usage=usage,
