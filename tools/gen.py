@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,11 @@ def _helps_below(command: click.Command, name: str, parent: click.Context) -> li
         return [part for sub, found in command.commands.items() for part in (f"### calstack {name} {sub}", _help_of(found, sub, ctx))]
 
 
+def dashboard() -> str:
+    """The Grafana dashboard."""
+    return str(runpy.run_path("tools/dashboard.py")["dashboard"]())
+
+
 def schema(kind: type) -> str:
     """The JSON Schema of a message type."""
     return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(kind)), indent=1).decode() + "\n"
@@ -69,6 +75,7 @@ kv_memory = "2GiB"
 
 
 GENERATED: dict[Path, Callable[[], str]] = {
+    Path("deploy/grafana/calstack.json"): dashboard,
     REFERENCE / "cli.md": command_line,
     REFERENCE / "configuration.md": configuration,
     REFERENCE / "manifest.schema.json": lambda: schema(Manifest),

@@ -198,7 +198,10 @@ class StepOutput(_Msg, frozen=True, kw_only=True):
 
 
 class EngineStats(_Msg, frozen=True, kw_only=True):
-    """A snapshot; counters since start, gauges now. `times_s` are the step ledger's labels (invariant 6)."""
+    """A snapshot; counters since start, gauges now. `times_s` are the step ledger's labels (invariant 6).
+
+    `counters` are named freely; the server gives some of them metrics of their own (server/enginemetrics.py).
+    """
 
     lanes_used: int
     queued_requests: int

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from calstack.errors import UsageError
 
-__all__ = ["AccessConfig", "EngineConfig", "LimitsConfig", "ListenConfig", "LogConfig", "OpsConfig", "ServeConfig"]
+__all__ = ["AccessConfig", "EngineConfig", "LimitsConfig", "ListenConfig", "LogConfig", "OpsConfig", "ServeConfig", "TraceConfig"]
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -148,11 +148,28 @@ class OpsConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Structured logs on stderr, one JSON object a line; prompts and answers never appear."""
+    """Structured logs on stderr, one JSON object a line; answers never appear, prompts only when asked for."""
 
-    with_section: ClassVar[tuple[str, ...]] = ("level",)
+    with_section: ClassVar[tuple[str, ...]] = ("level", "prompts")
     level: LogLevel = "info"
     """Least severe level that is written."""
+    prompts: bool = False
+    """Whether request bodies (their first 64 KiB) stand in the log lines of generating routes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """OpenTelemetry spans; needs the extra `calstack[otel]`."""
+
+    with_section: ClassVar[tuple[str, ...]] = ("endpoint", "service", "ratio", "interval_s")
+    endpoint: str = ""
+    """OTLP/HTTP address of a collector, such as `http://localhost:4318/v1/traces`; empty = no spans."""
+    service: str = "calstack"
+    """Name of the service in the spans."""
+    ratio: float = 1.0
+    """Share of requests that are traced, 0 to 1; a caller's own decision comes first."""
+    interval_s: float = 5.0
+    """How often spans are sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +190,11 @@ class ServeConfig:
     access: AccessConfig = dataclasses.field(default_factory=AccessConfig)
     ops: OpsConfig = dataclasses.field(default_factory=OpsConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    trace: TraceConfig = dataclasses.field(default_factory=TraceConfig)
 
     def check(self) -> None:
         """Raise UsageError naming the first value out of range. No number may be negative; some may not be 0, or have a most."""
-        most = {"listen.port": 65535, "ops.port": 65535}
+        most = {"listen.port": 65535, "ops.port": 65535, "trace.ratio": 1}
         for path, value in _numbers(self):
             good = value > 0 if path in _POSITIVE else value >= 0
             if not good or value > most.get(path, value):
@@ -184,7 +202,14 @@ class ServeConfig:
 
 
 _POSITIVE = frozenset(
-    ["limits.max_queued_tokens", "limits.max_body_bytes", "limits.max_choices", "limits.max_json_depth", "ops.reads_per_s"]
+    [
+        "limits.max_queued_tokens",
+        "limits.max_body_bytes",
+        "limits.max_choices",
+        "limits.max_json_depth",
+        "ops.reads_per_s",
+        "trace.interval_s",
+    ]
 )
 
 

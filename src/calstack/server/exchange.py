@@ -28,6 +28,7 @@ from calstack.text.thoughts import ThoughtMeter
 __all__ = ["Endpoint", "Plan", "request_id_of", "send_json"]
 
 _GRAMMAR_S = 10.0
+_LOGGED_BYTES = 1 << 16
 _INLINE_BYTES = 1 << 16  # larger bodies are decoded off the event loop
 
 
@@ -75,6 +76,8 @@ class Endpoint:
         self._context.ready()
         limits = self._context.config.limits
         body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
+        if self._context.config.log.prompts:
+            scope["calstack.log"]["body"] = body[:_LOGGED_BYTES].decode("utf-8", "replace")
         plan = self._understand(self._context, await self._decode(body), request_id)
         account: Account | None = scope["calstack.account"]
         with Generation(
@@ -87,6 +90,7 @@ class Endpoint:
                     await _Answer(self._context, plan, generation, send).run()
                 finally:
                     scope["calstack.log"] |= generation.summary()
+                    scope["calstack.choices"] = generation.traces
 
     async def _decode(self, body: bytes) -> Any:
         def work() -> Any:

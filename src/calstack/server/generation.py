@@ -13,6 +13,7 @@ from calstack.server.admission import Place
 from calstack.server.choice import Choice, Delta, End
 from calstack.server.context import Context
 from calstack.server.params import Generate, output_limit
+from calstack.server.traces import ChoiceTrace
 from calstack.text.thoughts import ThoughtMeter
 from calstack.wire import Submit
 
@@ -60,7 +61,9 @@ class Generation:
         self._prompts: list[PromptSpec] = []
         self._choices: list[Choice] = []
         self._pending: list[Delta] = []
+        self._told: dict[int, float] = {}  # when a choice gave something last
         self.ends: dict[int, End] = {}
+        self.traces: list[ChoiceTrace] = []
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
         self._last = arrival
@@ -71,6 +74,8 @@ class Generation:
 
     def __exit__(self, *exc: object) -> None:
         self.cancel()
+        if self.ends:
+            self._context.metrics.request_ended(max(end.completion_tokens for end in self.ends.values()))
         started = {id(place) for prompt in self._prompts for place in prompt.places} if self._choices else set()
         for place in self._places:  # those whose choice was never given to the engine; the others are released at its end
             if id(place) not in started:
@@ -145,6 +150,7 @@ class Generation:
         """
         if self._gone:
             raise CancelledError("the client left")
+        self._context.metrics.asked(choices=self._generate.choices, max_tokens=max(prompt.limit for prompt in self._prompts))
         for number, prompt in enumerate(self._prompts):
             for draw, place in enumerate(prompt.places):
                 self._start_one(number * self._generate.choices + draw, draw, prompt, place)
@@ -256,16 +262,21 @@ class Generation:
 
     def _take(self, delta: Delta, prompt: PromptSpec, place: Place) -> None:
         if delta.end is not None:
-            self._ended(delta.end, prompt, place)
+            self._ended(delta.index, delta.end, prompt, place)
             self.ends[delta.index] = delta.end
         self._pending.append(delta)
         self._wake()
+        if (last := self._told.get(delta.index)) is not None and delta.text:
+            self._context.metrics.next_text(self._last - last)
+        self._told[delta.index] = self._last
 
-    def _ended(self, end: End, prompt: PromptSpec, place: Place) -> None:
+    def _ended(self, index: int, end: End, prompt: PromptSpec, place: Place) -> None:
         usage = end.usage
+        reason = end.reason or ("cancelled" if end.cancelled else "error")
+        self.traces.append(ChoiceTrace(index, reason, end.completion_tokens, usage, time.time_ns()))
         self._context.admission.release(place, (usage.prefill_ms + usage.decode_ms) / 1e3 if usage else None)
         self._context.metrics.ended(
-            end.reason or ("cancelled" if end.cancelled else "error"),
+            reason,
             prompt=len(prompt.ids),
             output=end.completion_tokens,
             usage=usage,

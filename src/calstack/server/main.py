@@ -36,6 +36,7 @@ from calstack.server.ops.plane import OpsPlane
 from calstack.server.protocol import Bounds, bounded
 from calstack.server.supervisor import EngineState, Supervisor
 from calstack.server.switch import StopSwitch
+from calstack.server.traces import open_traces
 from calstack.wire import CalbinInfo, LaunchTimes
 
 __all__ = ["Started", "StopSwitch", "run", "serve"]
@@ -111,6 +112,8 @@ async def run(
                 await _until_stopped(context, switch, lambda: on_ready(started))
             finally:
                 await _drain(context, switch, config.grace_s)
+        if context.traces is not None:
+            await asyncio.to_thread(context.traces.close)
     if context.supervisor.error is not None and not switch.drain.is_set():
         raise context.supervisor.error
 
@@ -162,7 +165,7 @@ async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecuto
     model = await asyncio.get_running_loop().run_in_executor(
         pool, lambda: load_model(config.calbin, config.model, template_seconds=limits.template_seconds)
     )
-    metrics = Metrics(admission, lambda: supervisor.stats, lambda: _device_status(supervisor), model.id)
+    metrics = Metrics(admission, lambda: supervisor.stats, lambda: _device_status(supervisor), model.id, lambda: access.refused)
     return Context(
         config=config,
         model=model,
@@ -172,6 +175,7 @@ async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecuto
         metrics=metrics,
         pool=pool,
         access=access,
+        traces=open_traces(config.trace, model.id),
     )
 
 
