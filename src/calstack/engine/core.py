@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from calstack.devices.base import Completion, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.constraints import GrammarReady
-from calstack.engine.costs import StepCosts, Work, wait_estimate_s
+from calstack.engine.costs import StepCosts, wait_estimate_s
 from calstack.engine.flight import Flight, Kind, LaneRef, times_of
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
@@ -190,11 +190,8 @@ class Core:
 
     def retry_after_s(self) -> float:
         """Estimated seconds until a request at the tail of the queue would start."""
-        return wait_estimate_s(self.costs, self.max_lanes, map(self._work, self.running), [self._work(s) for s in self.queue])
-
-    def _work(self, seq: Sequence) -> Work:
-        rows = (seq.target - seq.planned) if seq.phase is Phase.RUNNING else seq.length
-        return rows, int((seq.limit - len(seq.output)) * self.costs.output_share)
+        share = self.costs.output_share
+        return wait_estimate_s(self.costs, self.max_lanes, [s.work(share) for s in self.running], [s.work(share) for s in self.queue])
 
     def _reset(self, cause: DeviceError, now_ns: int) -> None:
         """KV is gone and so are the launches in flight: every running request starts over from its known ids."""

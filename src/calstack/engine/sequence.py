@@ -95,6 +95,11 @@ class Sequence:
         """Positions that the next launch of known ids may take."""
         return min(self.target - self.planned, options.score_chunk if self.scored else options.prefill_chunk)
 
+    def work(self, share: float) -> tuple[int, int]:
+        """What is left: rows of known ids, and output ids when requests make `share` of what they may."""
+        rows = (self.target - self.planned) if self.phase is Phase.RUNNING else self.length
+        return rows, int((self.limit - len(self.output)) * share)
+
     def targets(self, start: int, end: int) -> Ids[int]:
         """The prompt ids that the rows at positions [start, end) predict; shorter at the prompt's end."""
         return self.submit.prompt[start + 1 : end + 1]
