@@ -57,14 +57,15 @@ class Submit(_Msg, frozen=True, kw_only=True):
     request: str  # unique per choice, chosen by the server
     prompt: tuple[int, ...]
     output: tuple[int, ...] = ()
-    max_tokens: int  # output limit, counting `output`
+    max_tokens: int  # output limit, counting `output`; 0 only with prompt_logprobs
     sampling: SamplingParams
     seed: int
     choice: int = 0
     stop_ids: tuple[int, ...] = ()  # a sampled id among these ends the choice (finish "stop"); it is not delivered as text
     ignore_eos: bool = False
     top_logprobs: int = -1
-    prompt_logprobs: int = -1  # reserved for echo
+    prompt_logprobs: int = -1  # n >= 0: log-probabilities of the prompt's ids and of the n most likely ones; the prefix cache is not read
+    min_tokens: int = 0  # stop ids are not sampled before so many output ids
     priority: int = 0  # lower runs first
     deadline_ms: int = 0  # from arrival; 0 = none
     adapter: int = 0
@@ -171,6 +172,7 @@ class TokenOut(_Value, frozen=True, kw_only=True):
     request: str
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # once, before any id: those of the prompt's ids after the first
     finish: Finish | None = None
 
 

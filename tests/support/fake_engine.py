@@ -151,6 +151,9 @@ class FakeEngine:
         matcher = self.matcher(submit)
         if "<|error|>" in has and submit.prompt[-1] == self.rules.specials["<|error|>"]:
             return failed()
+        if submit.prompt_logprobs >= 0 and len(submit.prompt) > 1:
+            logprobs = tuple(self.logprob(id_, submit.prompt_logprobs) for id_ in submit.prompt[1:])
+            self.out(submit.request, prompt_logprobs=logprobs)
         while count < submit.max_tokens:
             if "<|hang|>" in has:
                 await asyncio.sleep(3600)
@@ -160,10 +163,7 @@ class FakeEngine:
                 id_ = self.allowed(matcher, id_, f"{submit.seed}/{submit.choice}/{count}")
             if id_ in submit.stop_ids or id_ < 0:
                 return wire.Finish(reason="stop", stop_id=id_, usage=usage(len(submit.prompt), count + 1, 0))
-            tops = range(max(0, submit.top_logprobs))
-            logprob = wire.TokenLogprob(
-                logprob=-(id_ % 7) / 4, top_ids=tuple((id_ + t) % self.rules.vocab for t in tops), top_logprobs=tuple(-t / 2 for t in tops)
-            )
+            logprob = self.logprob(id_, submit.top_logprobs)
             self.out(submit.request, (id_,), logprobs=(logprob,) if submit.top_logprobs >= 0 else ())
             count += 1
             if count == 2 and "<|error|>" in has:
@@ -171,6 +171,11 @@ class FakeEngine:
             if count >= 2 and "<|crash|>" in has:
                 await self.crash()
         return wire.Finish(reason="length", usage=usage(len(submit.prompt), count, 0))
+
+    def logprob(self, id_: int, top: int) -> wire.TokenLogprob:
+        tops = range(max(0, top))
+        ids = tuple((id_ + t) % self.rules.vocab for t in tops)
+        return wire.TokenLogprob(logprob=-(id_ % 7) / 4, top_ids=ids, top_logprobs=tuple(-t / 2 for t in tops))
 
     def matcher(self, submit: wire.Submit) -> Matcher | None:
         if not submit.grammar:

@@ -21,7 +21,7 @@ def check_submit(submit: Submit, facts: CalbinFacts, *, context: int, options: E
     _check_features(submit, options)
     _check_ids(submit, facts.vocab)
     submit.sampling.check(facts.vocab)
-    if submit.max_tokens < 1:
+    if submit.max_tokens < (0 if submit.prompt_logprobs >= 0 else 1):
         raise RequestError("max_tokens must be positive", param="max_tokens")
     if len(submit.prompt) >= context:
         raise ContextSizeError(len(submit.prompt), context)
@@ -34,9 +34,9 @@ def _check_features(submit: Submit, options: EngineOptions) -> None:
         raise NotInCalbin(f"overflow policy {submit.overflow!r} is not available", remedy="use 'reject'")
     if submit.grammar and not options.grammars:
         raise NotInCalbin("this engine was started without grammars")
-    if submit.prompt_logprobs >= 0:
-        raise NotInCalbin("log-probabilities of the prompt are not available")
-    if submit.top_logprobs > options.max_top_logprobs:
+    if submit.min_tokens and submit.grammar:
+        raise RequestError("min_tokens and a grammar do not go together", param="min_tokens")
+    if max(submit.top_logprobs, submit.prompt_logprobs) > options.max_top_logprobs:
         raise RequestError(f"at most {options.max_top_logprobs} top log-probabilities", param="top_logprobs")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Literal
 
 from calstack.devices.base import Completion, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
@@ -19,18 +19,17 @@ from calstack.engine.flight import Flight, Kind, LaneRef, times_of
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
-from calstack.engine.result import Outbox, StepResult, error_value
+from calstack.engine.result import Outbox, StepResult, error_value, taken
 from calstack.engine.scheduler import Choice, Planner
 from calstack.engine.sequence import Phase, Sequence
 from calstack.errors import CalstackError, DeadlineError, DeviceError, OverloadedError, UnavailableError
-from calstack.runtime.facts import CalbinFacts, Extent
+from calstack.runtime.facts import CalbinFacts
 from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent
 from calstack.wire import Cancel, Drain, Finish, LaunchTimes, Submit, TokenLogprob
 
 __all__ = ["Core", "CoreEvent"]
 
 CoreEvent = Submit | Cancel | Drain | GrammarReady | RuntimeEvent
-T = TypeVar("T")
 
 
 class Core:
@@ -75,9 +74,9 @@ class Core:
         return StepResult(
             launches=launches,
             tokens=self._out.take(),
-            ended=_taken(self._ended),
-            grammars=_taken(self._grammars),
-            masks=(*_taken(self._masks), *(LateMask(*lane, None) for lane in _taken(self.lanes.abandoned))),
+            ended=taken(self._ended),
+            grammars=taken(self._grammars),
+            masks=(*taken(self._masks), *(LateMask(*lane, None) for lane in taken(self.lanes.abandoned))),
             free_blocks=tuple(freed),
             wake_ns=self._wake(),
             work=bool(self._live),
@@ -147,7 +146,7 @@ class Core:
         self._live[submit.request] = seq
         self.counters["accepted"] += 1
         self.queue.push(seq)
-        if len(seq.output) >= seq.limit:
+        if len(seq.output) >= seq.limit and seq.prompt_log is None:
             self._end(seq, "length", now_ns)
             return
         if seq.deadline_ns:
@@ -241,7 +240,12 @@ class Core:
         seq = lane.seq
         seq.done = lane.end
         self.lanes.publish(seq)
+        if seq.prompt_log is not None:
+            seq.prompt_log.take(lane.end - lane.count, output.logits)
+            self._out.prompt(seq.request, seq.prompt_log.complete())
         if not lane.emit:
+            if not seq.limit and seq.done >= seq.length:
+                self._end(seq, "length", now_ns)
             return
         seq.pending.popleft()
         seq.solo = seq.submit.alone
@@ -352,7 +356,7 @@ class Core:
         waiting = sorted((s for s in self.running if s.prefilling), key=lambda s: s.rank)
         if not waiting:
             return None
-        wants = [Extent(s.planned, min(s.target - s.planned, self.options.prefill_chunk)) for s in waiting]
+        wants = [s.wanted(self.options.prefill_chunk) for s in waiting]
         choice = self._planner.prefill(wants, self._budget())
         return self._launch("prefill", choice, waiting) if choice else None
 
@@ -391,10 +395,3 @@ class Core:
         self._last = kind
         known = tuple((ref.seq.submit.prompt, ref.seq.output) for ref in refs)
         return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known)
-
-
-def _taken(items: list[T]) -> tuple[T, ...]:
-    """The items, and the list is empty."""
-    taken = tuple(items)
-    items.clear()
-    return taken

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 from calstack.devices.base import Completion
 from calstack.errors import CalstackError, OverloadedError, RequestError, UnavailableError
 from calstack.runtime.plan import LateMask, LaunchPlan
 from calstack.wire import ErrorValue, Finish, LaunchTimes, Submit, TokenLogprob, TokenOut
 
-__all__ = ["Outbox", "StepResult", "error_value"]
+__all__ = ["Outbox", "StepResult", "error_value", "taken"]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Outbox:
     def __init__(self) -> None:
         self._ids: dict[str, list[int]] = {}
         self._logprobs: dict[str, list[TokenLogprob]] = {}
+        self._prompts: dict[str, tuple[TokenLogprob, ...]] = {}
         self._ends: dict[str, Finish] = {}
 
     def token(self, request: str, token: int, logprob: TokenLogprob | None) -> None:
@@ -39,6 +43,12 @@ class Outbox:
         self._ids.setdefault(request, []).append(token)
         if logprob is not None:
             self._logprobs.setdefault(request, []).append(logprob)
+
+    def prompt(self, request: str, logprobs: tuple[TokenLogprob, ...] | None) -> None:
+        """Those of the request's prompt; None is nothing."""
+        if logprobs is not None:
+            self._ids.setdefault(request, [])
+            self._prompts[request] = logprobs
 
     def finish(self, request: str, finish: Finish) -> None:
         """The request's one end."""
@@ -48,7 +58,13 @@ class Outbox:
     def take(self) -> tuple[TokenOut, ...]:
         """Everything gathered, and start anew."""
         out = tuple(
-            TokenOut(request=r, ids=tuple(ids), logprobs=tuple(self._logprobs.get(r, ())), finish=self._ends.get(r))
+            TokenOut(
+                request=r,
+                ids=tuple(ids),
+                logprobs=tuple(self._logprobs.get(r, ())),
+                prompt_logprobs=self._prompts.get(r, ()),
+                finish=self._ends.get(r),
+            )
             for r, ids in self._ids.items()
         )
         self.__init__()  # type: ignore[misc]
@@ -60,3 +76,10 @@ def error_value(error: CalstackError) -> ErrorValue:
     retry = error.retry_after if isinstance(error, OverloadedError | UnavailableError) else 0.0
     param = error.param if isinstance(error, RequestError) else None
     return ErrorValue(kind=type(error).__name__, message=error.line(), param=param, retry_after=retry)
+
+
+def taken(items: list[T]) -> tuple[T, ...]:
+    """The items, and the list is empty."""
+    found = tuple(items)
+    items.clear()
+    return found

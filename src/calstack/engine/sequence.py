@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Sequence as Ids
 
-from calstack.devices.base import LaneInput, TokenFrom
+import msgspec
+
+from calstack.devices.base import LaneInput, LogitRows, TokenFrom
 from calstack.engine.constraints import Constraint, Mask, follow
 from calstack.engine.prefix import root_key
-from calstack.specs import DrawKey
+from calstack.engine.promptlog import PROMPT_LOG_ROWS, PromptLog
+from calstack.runtime.facts import Extent
+from calstack.specs import DrawKey, LogitBias
 from calstack.wire import Submit, Usage
 
 __all__ = ["Phase", "Sequence"]
@@ -28,9 +33,9 @@ class Sequence:
     """One request. `planned` and `done` count KV positions; every position below `planned` is in some submitted launch."""
 
     __slots__ = (
-        "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key", "last_plan",
-        "limit", "mask", "order", "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo", "started_ns", "stops",
-        "submit", "target", "unmasked",
+        "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "early", "epoch", "first_token_ns", "hashed", "key",
+        "last_plan", "limit", "mask", "order", "output", "pending", "phase", "planned", "prompt_log", "request", "restarts", "slot", "solo",
+        "started_ns", "stops", "submit", "target", "unmasked",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int]) -> None:
@@ -47,6 +52,11 @@ class Sequence:
         self.started_ns = self.first_token_ns = 0
         self.constraint: Constraint | None = None
         self.mask: Mask | None = None  # of the first id that is not known, when there is a constraint
+        self.prompt_log = PromptLog(submit.prompt, submit.prompt_logprobs) if submit.prompt_logprobs >= 0 else None
+        self.early = submit.sampling  # for the first `min_tokens` ids
+        if submit.min_tokens > 0:
+            banned = tuple(LogitBias(token=id_, bias=-math.inf) for id_ in sorted(stops))
+            self.early = msgspec.structs.replace(submit.sampling, logit_bias=(*submit.sampling.logit_bias, *banned))
         self._clear()
 
     def _clear(self) -> None:
@@ -81,6 +91,11 @@ class Sequence:
         """Output ids that are neither known nor in flight."""
         return self.limit - len(self.output) - len(self.pending)
 
+    def wanted(self, most: int) -> Extent:
+        """What the next prefill launch may take: at most `most` ids, fewer where logits come back."""
+        logged = self.prompt_log is not None and self.prompt_log.wants(self.planned)
+        return Extent(self.planned, min(self.target - self.planned, min(most, PROMPT_LOG_ROWS) if logged else most))
+
     def ids(self, start: int, end: int) -> Ids[int]:
         """Known ids at positions [start, end)."""
         prompt = self.submit.prompt
@@ -112,7 +127,7 @@ class Sequence:
     def take(self, plan: int, lane: int, count: int) -> LaneInput:
         """The lane input that plans the next `count` positions, and the change that goes with it."""
         known = self.planned < self.length
-        emit = self.planned + count >= self.length
+        emit = self.planned + count >= self.length and self.limit > 0
         tokens: Ids[int] | TokenFrom = self.ids(self.planned, self.planned + count) if known else TokenFrom(*self.pending[-1])
         lane_input = self._lane(tokens, count, emit)
         self.planned += count
@@ -125,23 +140,25 @@ class Sequence:
 
     def _lane(self, tokens: Ids[int] | TokenFrom, count: int, emit: bool) -> LaneInput:
         blocks = tuple(self.blocks)
+        logits = LogitRows.ALL if self.prompt_log is not None and self.prompt_log.wants(self.planned) else LogitRows.NONE
         if not emit:
-            return LaneInput(past_len=self.planned, cur_len=count, blocks=blocks, tokens=tokens, adapter=self.submit.adapter)
+            return LaneInput(past_len=self.planned, cur_len=count, blocks=blocks, tokens=tokens, logits=logits, adapter=self.submit.adapter)
         s = self.submit
-        history = s.sampling.needs_history
+        history, index = s.sampling.needs_history, len(self.output) + len(self.pending)
         return LaneInput(
             past_len=self.planned,
             cur_len=count,
             blocks=blocks,
             tokens=tokens,
             emit=True,
-            sampling=s.sampling,
-            draw=DrawKey(seed=s.seed, choice=s.choice, index=len(self.output) + len(self.pending)),
+            sampling=self.early if index < s.min_tokens else s.sampling,
+            draw=DrawKey(seed=s.seed, choice=s.choice, index=index),
             prompt_history=s.prompt if history else (),
             output_history=tuple(self.output) if history else (),
             mask=None if self.pending else self.mask,
             late_mask=self.constraint is not None and bool(self.pending),
             top_logprobs=s.top_logprobs,
+            logits=logits,
             adapter=s.adapter,
         )
 

@@ -26,7 +26,8 @@ class TokenText:
 
     id: int
     start: int
-    logprob: TokenLogprob
+    logprob: TokenLogprob | None
+    """None for a prompt's first token, which follows nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class Delta:
     text: str
     tokens: tuple[TokenText, ...] = ()
     end: End | None = None
+    prompt: tuple[tuple[int, TokenLogprob | None], ...] = ()
+    """The prompt's ids with their log-probabilities, once, before anything else; the first id follows nothing and has none."""
 
 
 class Choice:
@@ -59,7 +62,9 @@ class Choice:
     Args:
         index: of the choice in the answer.
         pieces: bytes of token ids.
+        prompt: ids of the prompt.
         stops: stop strings.
+        min_tokens: so many tokens are not searched for stop strings.
         keep_tokens: whether Deltas carry tokens (log-probabilities were asked for).
         emit: takes each Delta; called on the event loop.
         on_first: called once, at the first token.
@@ -69,8 +74,22 @@ class Choice:
     """
 
     __slots__ = (
-        "_detokenizer", "_emit", "_held", "_keep", "_meter", "_on_first", "_on_spent", "_on_stop", "_released", "_seen", "_stops", "count",
-        "end", "index",
+        "_detokenizer",
+        "_emit",
+        "_held",
+        "_keep",
+        "_meter",
+        "_min",
+        "_on_first",
+        "_on_spent",
+        "_on_stop",
+        "_prompt",
+        "_released",
+        "_seen",
+        "_stops",
+        "count",
+        "end",
+        "index",
     )  # fmt: skip
 
     def __init__(
@@ -78,7 +97,9 @@ class Choice:
         index: int,
         pieces: PieceTable,
         *,
+        prompt: Sequence[int] = (),
         stops: Sequence[str],
+        min_tokens: int = 0,
         keep_tokens: bool,
         emit: Callable[[Delta], None],
         on_first: Callable[[], None],
@@ -89,6 +110,7 @@ class Choice:
         self.index, self.count = index, 0
         self.end: End | None = None
         self._detokenizer, self._stops = Detokenizer(pieces), StopMatcher(stops)
+        self._prompt, self._min = prompt, min_tokens
         self._keep, self._emit, self._on_first, self._on_stop = keep_tokens, emit, on_first, on_stop
         self._meter, self._on_spent = meter, on_spent
         self._held: deque[tuple[int, TokenText]] = deque()  # (characters that must be out first, token)
@@ -104,6 +126,9 @@ class Choice:
             self._meter.close()
             self._on_spent()
 
+    def on_prompt(self, logprobs: Sequence[TokenLogprob]) -> None:
+        self._emit(Delta(self.index, "", prompt=tuple(zip(self._prompt, (None, *logprobs), strict=True))))
+
     def force(self, ids: Sequence[int]) -> None:
         """Take ids that were not sampled."""
         self._take(ids, ())
@@ -115,7 +140,7 @@ class Choice:
             text = self._detokenizer.push(id_)
             if self._keep:
                 self._hold(id_, text, logprobs[place] if logprobs else TokenLogprob(logprob=0.0))
-            if went := self._stops.push(text):
+            if went := (self._stops.push(text) if self.count > self._min else text):
                 out.append(went)
             if self._meter is not None:
                 self._meter.push(text)

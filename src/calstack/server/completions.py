@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from calstack.errors import RequestError, UnsupportedError
+from calstack.errors import RequestError
 from calstack.server.choice import Delta, TokenText
 from calstack.server.constraints import constraint_of
 from calstack.server.context import Context
 from calstack.server.exchange import Plan
 from calstack.server.generation import Generation
+from calstack.server.infill import Infill
 from calstack.server.model import ServedModel
 from calstack.server.params import Generate, check_supported, generate_of, top_logprobs_of
 from calstack.server.render import Collected, Envelope, finite, timings_of, usage_of
@@ -19,6 +22,7 @@ from calstack.server.schemas import CompletionRequest
 from calstack.server.status import check_model
 from calstack.text.detokenize import decode_all
 from calstack.text.pieces import PieceTable
+from calstack.wire import TokenLogprob
 
 __all__ = ["CompletionRenderer", "ids_of", "prompts_of", "shown", "understand_completion"]
 
@@ -35,19 +39,32 @@ def understand_completion(context: Context, fields: CompletionRequest, request_i
     if all(getattr(fields, name) is None for name in ("max_tokens", "max_completion_tokens", "n_predict")):
         generate = dataclasses.replace(generate, max_tokens=_DEFAULT_MAX_TOKENS)
     top = -1 if fields.logprobs is None else top_logprobs_of(fields.logprobs, context.config.limits, "logprobs")
-    if fields.echo and top >= 0:
-        raise UnsupportedError("log-probabilities of an echoed prompt are not supported yet", where="$.echo", remedy="leave out logprobs")
     prompts = prompts_of(fields.prompt, model)
     echoes = [shown(prompt, model) for prompt in prompts] if fields.echo else [""] * len(prompts)
     spec = constraint_of(fields)
     return Plan(
         generate=generate,
         prompts=len(prompts),
-        tokenise=lambda: [ids_of(prompt, model) for prompt in prompts],
+        tokenise=_tokeniser(fields, prompts, model),
         renderer=CompletionRenderer(f"cmpl-{request_id}", model, generate, echoes),
         top_logprobs=top,
+        prompt_logprobs=top if fields.echo else -1,
         constrain=None if spec is None else lambda: model.constraints.source(spec),
     )
+
+
+def _tokeniser(fields: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> Callable[[], list[list[int]]]:
+    """With a suffix the answer is what comes between; only texts can have one."""
+    suffix = fields.suffix
+    if not suffix:
+        return lambda: [ids_of(prompt, model) for prompt in prompts]
+    infill = Infill(model)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
+        raise RequestError("a prompt of ids cannot have a suffix", where="$.suffix", param="suffix")
+    if fields.echo and fields.logprobs is not None:
+        raise RequestError("log-probabilities of a prompt with a suffix are not offered", where="$.echo", param="echo")
+    return lambda: [infill.ids(text, suffix) for text in texts]
 
 
 def prompts_of(given: str | list[str | int | list[str | int]], model: ServedModel) -> list[Prompt]:
@@ -88,9 +105,14 @@ def ids_of(prompt: Prompt, model: ServedModel) -> list[int]:
 
 
 def shown(prompt: Prompt, model: ServedModel) -> str:
+    """A prompt as text; ids are decoded together where they stand together, so that characters stay whole."""
     if isinstance(prompt, str):
         return prompt
-    return "".join(part if isinstance(part, str) else decode_all(model.tokenizer.pieces, [part]) for part in prompt)
+    out = []
+    for is_text, found in itertools.groupby(prompt, key=lambda part: isinstance(part, str)):
+        parts = list(found)
+        out.append("".join(map(str, parts)) if is_text else decode_all(model.tokenizer.pieces, map(int, parts)))
+    return "".join(out)
 
 
 def _bad(what: str) -> RequestError:
@@ -116,24 +138,38 @@ class CompletionRenderer:
 
     def _choice(self, choice: Collected) -> dict[str, Any]:
         assert choice.end is not None
-        echo = self._echo(choice.index)
-        logprobs = legacy_logprobs(choice.tokens, self._pieces, len(echo)) if choice.tokens else None
-        return {"index": choice.index, "text": echo + choice.text, "logprobs": logprobs, "finish_reason": choice.end.reason}
+        tokens = [*self._prompt(choice.index, choice.prompt), *self._behind(choice.index, choice.tokens)]
+        logprobs = legacy_logprobs(tokens, self._pieces) if tokens else None
+        text = self._echo(choice.index) + choice.text
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.end.reason}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        echo = self._echo(delta.index)
         text, out = delta.text, []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            text = echo + text
-        if text or delta.tokens:
-            logprobs = legacy_logprobs(delta.tokens, self._pieces, len(echo)) if delta.tokens else None
+            text = self._echo(delta.index) + text
+        tokens = [*self._prompt(delta.index, delta.prompt), *self._behind(delta.index, delta.tokens)]
+        if text or tokens:
+            logprobs = legacy_logprobs(tokens, self._pieces) if tokens else None
             out.append(self._piece(delta.index, text, logprobs, None))
         if delta.end is not None:
             out.append(self._piece(delta.index, "", None, delta.end.reason))
             if self._generate.timings:
                 out[-1]["timings"] = timings_of(delta.end)
         return out
+
+    def _behind(self, index: int, tokens: Sequence[TokenText]) -> list[TokenText]:
+        """Tokens with their offsets behind the echo."""
+        offset = len(self._echo(index))
+        return [dataclasses.replace(token, start=offset + token.start) for token in tokens] if offset else list(tokens)
+
+    def _prompt(self, index: int, prompt: Sequence[tuple[int, TokenLogprob | None]]) -> list[TokenText]:
+        """Tokens of the echo. A BOS or first space that the text does not show takes no room in it."""
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        lengths = [len(decode(self._pieces.bytes_of(id_))) for id_, _ in prompt]
+        hidden = max(0, sum(lengths) - len(self._echo(index)))
+        starts = itertools.accumulate(lengths, initial=-hidden)
+        return [TokenText(id_, max(0, start), logprob) for (id_, logprob), start in zip(prompt, starts, strict=False)]
 
     def _piece(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
         return self._envelope.around([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}])
@@ -142,22 +178,22 @@ class CompletionRenderer:
         return [self._envelope.around([]) | {"usage": usage_of(generation)}] if self._generate.include_usage else []
 
 
-def legacy_logprobs(tokens: Sequence[TokenText], pieces: PieceTable, offset: int) -> dict[str, Any]:
-    """OpenAI's first shape: parallel lists; text offsets in characters from the start of the echo."""
+def legacy_logprobs(tokens: Sequence[TokenText], pieces: PieceTable) -> dict[str, Any]:
+    """OpenAI's first shape: parallel lists; text offsets in characters. A prompt's first token has null for its log-probability."""
     return {
         "tokens": [token_text(pieces, token.id) for token in tokens],
-        "token_logprobs": [finite(token.logprob.logprob) for token in tokens],
-        "top_logprobs": [_tops(pieces, token) for token in tokens],
-        "text_offset": [offset + token.start for token in tokens],
+        "token_logprobs": [finite(token.logprob.logprob) if token.logprob else None for token in tokens],
+        "top_logprobs": [_tops(pieces, token.id, token.logprob) if token.logprob else None for token in tokens],
+        "text_offset": [token.start for token in tokens],
     }
 
 
-def _tops(pieces: PieceTable, token: TokenText) -> dict[str, float]:
+def _tops(pieces: PieceTable, id_: int, logprob: TokenLogprob) -> dict[str, float]:
     """Two ids may share a text; the likelier one stays. The sampled token is always among them, as OpenAI does."""
     found: dict[str, float] = {}
-    for id_, logprob in zip(token.logprob.top_ids, token.logprob.top_logprobs, strict=True):
-        found.setdefault(token_text(pieces, id_), finite(logprob))
-    found.setdefault(token_text(pieces, token.id), finite(token.logprob.logprob))
+    for other, value in zip(logprob.top_ids, logprob.top_logprobs, strict=True):
+        found.setdefault(token_text(pieces, other), finite(value))
+    found.setdefault(token_text(pieces, id_), finite(logprob.logprob))
     return found
 
 

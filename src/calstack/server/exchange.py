@@ -43,6 +43,8 @@ class Plan:
     """Gives every prompt's ids; runs in a thread."""
     renderer: Renderer
     top_logprobs: int = -1
+    prompt_logprobs: int = -1
+    """Alternatives to give with each token of the prompt; -1 = the prompt's log-probabilities are not asked for."""
     constrain: Callable[[], str] | None = None
     """Gives the grammar that the answers must match, checked; runs in a thread, after `tokenise`."""
     frame: Callable[[Any], bytes] = event
@@ -78,9 +80,8 @@ class Endpoint:
             scope["calstack.log"]["body"] = body[:_LOGGED_BYTES].decode("utf-8", "replace")
         plan = self._understand(self._context, await self._decode(body), request_id)
         account: Account | None = scope["calstack.account"]
-        with Generation(
-            self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs, account=account
-        ) as generation:
+        tops = {"top_logprobs": plan.top_logprobs, "prompt_logprobs": plan.prompt_logprobs}
+        with Generation(self._context, request_id, plan.generate, arrival=arrival, account=account, **tops) as generation:
             async with _watching(receive, generation.client_left):
                 try:
                     await self._begin(plan, generation)

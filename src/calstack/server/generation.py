@@ -43,10 +43,12 @@ class Generation:
         *,
         arrival: float,
         top_logprobs: int = -1,
+        prompt_logprobs: int = -1,
         account: Account | None = None,
     ) -> None:
         self._context, self._request_id, self._generate = context, request_id, generate
         self._arrival, self._top_logprobs = arrival, top_logprobs
+        self._prompt_logprobs = prompt_logprobs
         self._account, self._hold = account, None if account is None else account.begin()
         self.grammar = ""
         """What every answer must match (see Submit.grammar)."""
@@ -206,7 +208,9 @@ class Generation:
         choice = Choice(
             index,
             context.model.tokenizer.pieces,
+            prompt=prompt.ids,
             stops=generate.stops,
+            min_tokens=generate.min_tokens,
             keep_tokens=self._top_logprobs >= 0,
             emit=lambda delta: self._take(delta, prompt, place),
             on_first=lambda: self._first(place),
@@ -215,7 +219,9 @@ class Generation:
             on_spent=lambda: self._close_thought(choice),
         )
         self._choices.append(choice)
-        if not prompt.limit:  # nothing to generate: the prompt alone was asked for
+        if self._prompt_logprobs >= 0 and len(prompt.ids) == 1:  # one id has none, so that the engine gives none
+            choice.on_prompt(())
+        if not prompt.limit and self._prompt_logprobs < 0:  # nothing to compute: the prompt alone was asked for
             choice.end = End(reason="length", completion_tokens=0)
             self._take(Delta(index, "", (), choice.end), prompt, place)
             return
@@ -233,6 +239,8 @@ class Generation:
             stop_ids=generate.stop_ids,
             ignore_eos=generate.ignore_eos,
             top_logprobs=self._top_logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            min_tokens=generate.min_tokens,
             priority=generate.priority,
             cache_salt=generate.cache_salt,
             cache_prompt=generate.cache_prompt,
@@ -260,9 +268,10 @@ class Generation:
             self.ends[delta.index] = delta.end
         self._pending.append(delta)
         self._wake()
-        if (last := self._told.get(delta.index)) is not None and delta.text:
-            self._context.metrics.next_text(self._last - last)
-        self._told[delta.index] = self._last
+        if delta.text:
+            if (last := self._told.get(delta.index)) is not None:
+                self._context.metrics.next_text(self._last - last)
+            self._told[delta.index] = self._last
 
     def _ended(self, index: int, end: End, prompt: PromptSpec, place: Place) -> None:
         usage = end.usage

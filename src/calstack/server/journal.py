@@ -23,6 +23,10 @@ class Sink(Protocol):
         """New ids, in order; `logprobs` is empty or as long."""
         ...
 
+    def on_prompt(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Those of the prompt's ids after the first; once, before any id, when they were asked for."""
+        ...
+
     def on_finish(self, finish: Finish) -> None:
         """The one end of the choice."""
         ...
@@ -67,6 +71,9 @@ class Journal:
         """Keep and pass on what one step gave for one choice. A choice that has ended already is ignored."""
         if (entry := self._entries.get(out.request)) is None:
             return
+        if out.prompt_logprobs:
+            entry.submit = msgspec.structs.replace(entry.submit, prompt_logprobs=-1)  # not again in another engine process
+            entry.sink.on_prompt(out.prompt_logprobs)
         if out.ids:
             entry.output.extend(out.ids)
             entry.sink.on_tokens(out.ids, out.logprobs)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from calstack.server.choice import Delta, End, TokenText
 from calstack.server.generation import Generation
 from calstack.text.pieces import PieceTable
-from calstack.wire import Usage
+from calstack.wire import TokenLogprob, Usage
 
 __all__ = ["Collected", "Envelope", "Renderer", "chat_logprobs", "timings_of", "usage_of"]
 
@@ -46,6 +46,7 @@ class Collected:
     index: int
     parts: list[str] = dataclasses.field(default_factory=list)
     tokens: list[TokenText] = dataclasses.field(default_factory=list)
+    prompt: tuple[tuple[int, TokenLogprob | None], ...] = ()
     end: End | None = None
 
     @property
@@ -57,6 +58,7 @@ class Collected:
         """Append a delta."""
         self.parts.append(delta.text)
         self.tokens.extend(delta.tokens)
+        self.prompt = self.prompt or delta.prompt
         self.end = delta.end or self.end
 
 
@@ -117,7 +119,7 @@ def chat_logprobs(tokens: Sequence[TokenText], pieces: PieceTable) -> dict[str, 
 
 
 def _entry(pieces: PieceTable, token: TokenText) -> dict[str, Any]:
-    logprob = token.logprob
+    logprob = token.logprob or TokenLogprob(logprob=0.0)
     top = [_one(pieces, id_, value) for id_, value in zip(logprob.top_ids, logprob.top_logprobs, strict=True)]
     return {**_one(pieces, token.id, logprob.logprob), "top_logprobs": top}
 

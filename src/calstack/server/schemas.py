@@ -69,9 +69,12 @@ class GenerationFields(_Input, frozen=True, kw_only=True):
     priority: int | None = None
     cache_prompt: bool | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    min_tokens: int | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
     response_format: Any = None
     # not built yet
-    min_tokens: Any = None
     grammar: Any = None
     json_schema: Any = None
     structured_outputs: Any = None

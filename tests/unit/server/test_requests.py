@@ -70,7 +70,6 @@ def test_field_out_of_range_is_a_400_that_names_it(server: LiveServer, field: st
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("min_tokens", 3),
         ("mirostat", 2),
         ("dry_multiplier", 0.8),
         ("functions", [{}]),
@@ -288,7 +287,6 @@ def test_echo_with_no_tokens_gives_the_prompt_alone(server: LiveServer) -> None:
     answer = server.complete("hi", echo=True, max_tokens=0).json()
     assert answer["choices"][0]["text"] == "hi"
     assert answer["usage"]["completion_tokens"] == 0
-    assert server.complete("hi", echo=True, logprobs=1).status_code == 501
     server.assert_alive()
 
 
