@@ -47,10 +47,21 @@ class DType(enum.StrEnum):
 
 
 class KVDType(enum.StrEnum):
-    """Element type of the KV cache."""
+    """Element type of the KV cache; int8 planes hold a f32 scale per position and head beside the codes."""
 
     F32 = "f32"
     BF16 = "bf16"
+    BF16_V8 = "bf16_v8"  # K bf16, V int8
+    I8 = "i8"
+
+    @property
+    def plane_bytes(self) -> tuple[int, int]:
+        """Bytes of an element of K and of V."""
+        return {"f32": (4, 4), "bf16": (2, 2), "bf16_v8": (2, 1), "i8": (1, 1)}[self.value]
+
+    def position_bytes(self, head_dim: int) -> int:
+        """Bytes of K and V of one position and head, scales included."""
+        return sum(size * head_dim + (4 if size == 1 else 0) for size in self.plane_bytes)
 
 
 class Role(enum.StrEnum):

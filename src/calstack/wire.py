@@ -57,15 +57,15 @@ class Submit(_Msg, frozen=True, kw_only=True):
     request: str  # unique per choice, chosen by the server
     prompt: tuple[int, ...]
     output: tuple[int, ...] = ()
-    max_tokens: int  # output limit, counting `output`; 0 only with prompt_logprobs
+    max_tokens: int  # output limit, counting `output`
     sampling: SamplingParams
     seed: int
     choice: int = 0
     stop_ids: tuple[int, ...] = ()  # a sampled id among these ends the choice (finish "stop"); it is not delivered as text
     ignore_eos: bool = False
+    min_tokens: int = 0  # output ids before which no stop id is sampled
     top_logprobs: int = -1
-    prompt_logprobs: int = -1  # n >= 0: log-probabilities of the prompt's ids and of the n most likely ones; the prefix cache is not read
-    min_tokens: int = 0  # stop ids are not sampled before so many output ids
+    prompt_logprobs: int = -1  # -1 none; n >= 0: score every prompt id but the first, with the n most likely ids
     priority: int = 0  # lower runs first
     deadline_ms: int = 0  # from arrival; 0 = none
     adapter: int = 0
@@ -172,8 +172,9 @@ class TokenOut(_Value, frozen=True, kw_only=True):
     request: str
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # once, before any id: those of the prompt's ids after the first
     finish: Finish | None = None
+    prompt_start: int = 0  # `prompt_logprobs` are of the prompt ids from here on; a range may come again after a restart
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class LaunchTimes(_Value, frozen=True, kw_only=True):

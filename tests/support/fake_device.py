@@ -67,12 +67,6 @@ def masked(token: int, mask: npt.NDArray[np.int32] | None, vocab: int) -> int:
     return int(allowed[token % len(allowed)])
 
 
-def logits_of(cells: Sequence[tuple[int, int]], vocab: int) -> npt.NDArray[np.float32]:
-    """The row that a lane with these KV cells gives, [vocab]."""
-    seed = int.from_bytes(hashlib.blake2b(repr(tuple(cells)).encode(), digest_size=8).digest(), "little")
-    return (4 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
-
-
 def alone(
     prompt: Sequence[int], sampling: SamplingParams, seed: int, choice: int, count: int, vocab: int, grammar: Constraint | None = None
 ) -> list[int]:
@@ -292,9 +286,8 @@ class FakeDevice:
         self._ids.setdefault(ticket, []).append(token)
         logits = None
         if lane.logits is not LogitRows.NONE:
-            ends = range(lane.past_len + 1, lane.past_len + lane.cur_len + 1)[0 if lane.logits is LogitRows.ALL else -1 :]
-            rows = ([self._cells[lane.blocks[p // size], p % size] for p in range(end)] for end in ends)
-            logits = np.stack([logits_of(cells, self.facts.vocab) for cells in rows])
+            rows = lane.cur_len if lane.logits is LogitRows.ALL else 1
+            logits = np.zeros((rows, self.facts.vocab), np.float32)
         wanted = lane.top_logprobs >= 0
         top = tuple(range(max(lane.top_logprobs, 0)))
         return LaneOutput(token, -0.5 if wanted else float("nan"), top, tuple(-1.0 for _ in top), logits)

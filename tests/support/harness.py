@@ -39,7 +39,6 @@ class Harness:
         self.submits: dict[str, Submit] = {}
         self.ids: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[TokenLogprob]] = {}
-        self.prompt_logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
         self.ends: dict[str, Finish] = {}
 
     def submit(self, name: str, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 8, **more: object) -> Submit:
@@ -55,10 +54,6 @@ class Harness:
             assert out.request not in self.ends, f"{out.request}: output after its end"
             self.ids[out.request].extend(out.ids)
             self.logprobs.setdefault(out.request, []).extend(out.logprobs)
-            if out.prompt_logprobs:
-                assert out.request not in self.prompt_logprobs
-                assert not self.logprobs[out.request] or len(self.logprobs[out.request]) == len(out.logprobs), "before any id"
-                self.prompt_logprobs[out.request] = out.prompt_logprobs
             if out.finish is not None:
                 self.ends[out.request] = out.finish
 

@@ -21,7 +21,7 @@ def check_submit(submit: Submit, facts: CalbinFacts, *, context: int, options: E
     _check_features(submit, options)
     _check_ids(submit, facts.vocab)
     submit.sampling.check(facts.vocab)
-    if submit.max_tokens < (0 if submit.prompt_logprobs >= 0 else 1):
+    if submit.max_tokens < 1:
         raise RequestError("max_tokens must be positive", param="max_tokens")
     if len(submit.prompt) >= context:
         raise ContextSizeError(len(submit.prompt), context)
@@ -35,7 +35,7 @@ def _check_features(submit: Submit, options: EngineOptions) -> None:
     if submit.grammar and not options.grammars:
         raise NotInCalbin("this engine was started without grammars")
     if submit.min_tokens and submit.grammar:
-        raise RequestError("min_tokens and a grammar do not go together", param="min_tokens")
+        raise RequestError("min_tokens cannot go with a grammar", param="min_tokens")
     if max(submit.top_logprobs, submit.prompt_logprobs) > options.max_top_logprobs:
         raise RequestError(f"at most {options.max_top_logprobs} top log-probabilities", param="top_logprobs")
 

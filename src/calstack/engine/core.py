@@ -9,27 +9,28 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from calstack.devices.base import Completion, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.constraints import GrammarReady
-from calstack.engine.costs import StepCosts, Work, wait_estimate_s
+from calstack.engine.costs import StepCosts, wait_estimate_s
 from calstack.engine.flight import Flight, Kind, LaneRef, times_of
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
-from calstack.engine.result import Outbox, StepResult, error_value, taken
+from calstack.engine.result import Outbox, StepResult, error_value
 from calstack.engine.scheduler import Choice, Planner
 from calstack.engine.sequence import Phase, Sequence
 from calstack.errors import CalstackError, DeadlineError, DeviceError, OverloadedError, UnavailableError
-from calstack.runtime.facts import CalbinFacts
+from calstack.runtime.facts import CalbinFacts, Extent
 from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent
 from calstack.wire import Cancel, Drain, Finish, LaunchTimes, Submit, TokenLogprob
 
 __all__ = ["Core", "CoreEvent"]
 
 CoreEvent = Submit | Cancel | Drain | GrammarReady | RuntimeEvent
+T = TypeVar("T")
 
 
 class Core:
@@ -74,9 +75,9 @@ class Core:
         return StepResult(
             launches=launches,
             tokens=self._out.take(),
-            ended=taken(self._ended),
-            grammars=taken(self._grammars),
-            masks=(*taken(self._masks), *(LateMask(*lane, None) for lane in taken(self.lanes.abandoned))),
+            ended=_taken(self._ended),
+            grammars=_taken(self._grammars),
+            masks=(*_taken(self._masks), *(LateMask(*lane, None) for lane in _taken(self.lanes.abandoned))),
             free_blocks=tuple(freed),
             wake_ns=self._wake(),
             work=bool(self._live),
@@ -146,7 +147,7 @@ class Core:
         self._live[submit.request] = seq
         self.counters["accepted"] += 1
         self.queue.push(seq)
-        if len(seq.output) >= seq.limit and seq.prompt_log is None:
+        if len(seq.output) >= seq.limit:
             self._end(seq, "length", now_ns)
             return
         if seq.deadline_ns:
@@ -189,11 +190,8 @@ class Core:
 
     def retry_after_s(self) -> float:
         """Estimated seconds until a request at the tail of the queue would start."""
-        return wait_estimate_s(self.costs, self.max_lanes, map(self._work, self.running), [self._work(s) for s in self.queue])
-
-    def _work(self, seq: Sequence) -> Work:
-        rows = (seq.target - seq.planned) if seq.phase is Phase.RUNNING else seq.length
-        return rows, int((seq.limit - len(seq.output)) * self.costs.output_share)
+        share = self.costs.output_share
+        return wait_estimate_s(self.costs, self.max_lanes, [s.work(share) for s in self.running], [s.work(share) for s in self.queue])
 
     def _reset(self, cause: DeviceError, now_ns: int) -> None:
         """KV is gone and so are the launches in flight: every running request starts over from its known ids."""
@@ -240,12 +238,9 @@ class Core:
         seq = lane.seq
         seq.done = lane.end
         self.lanes.publish(seq)
-        if seq.prompt_log is not None:
-            seq.prompt_log.take(lane.end - lane.count, output.logits)
-            self._out.prompt(seq.request, seq.prompt_log.complete())
+        if seq.scored and output.logits is not None:
+            self._out.prompt(seq.request, *lane.scores(output.logits))
         if not lane.emit:
-            if not seq.limit and seq.done >= seq.length:
-                self._end(seq, "length", now_ns)
             return
         seq.pending.popleft()
         seq.solo = seq.submit.alone
@@ -356,7 +351,7 @@ class Core:
         waiting = sorted((s for s in self.running if s.prefilling), key=lambda s: s.rank)
         if not waiting:
             return None
-        wants = [s.wanted(self.options.prefill_chunk) for s in waiting]
+        wants = [Extent(s.planned, s.wanted(self.options)) for s in waiting]
         choice = self._planner.prefill(wants, self._budget())
         return self._launch("prefill", choice, waiting) if choice else None
 
@@ -395,3 +390,10 @@ class Core:
         self._last = kind
         known = tuple((ref.seq.submit.prompt, ref.seq.output) for ref in refs)
         return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known)
+
+
+def _taken(items: list[T]) -> tuple[T, ...]:
+    """The items, and the list is empty."""
+    taken = tuple(items)
+    items.clear()
+    return taken

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
 
 from calstack.devices.base import Completion
 from calstack.errors import CalstackError, OverloadedError, RequestError, UnavailableError
 from calstack.runtime.plan import LateMask, LaunchPlan
 from calstack.wire import ErrorValue, Finish, LaunchTimes, Submit, TokenLogprob, TokenOut
 
-__all__ = ["Outbox", "StepResult", "error_value", "taken"]
-
-T = TypeVar("T")
+__all__ = ["Outbox", "StepResult", "error_value"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,8 +32,8 @@ class Outbox:
     def __init__(self) -> None:
         self._ids: dict[str, list[int]] = {}
         self._logprobs: dict[str, list[TokenLogprob]] = {}
-        self._prompts: dict[str, tuple[TokenLogprob, ...]] = {}
         self._ends: dict[str, Finish] = {}
+        self._prompts: dict[str, tuple[int, tuple[TokenLogprob, ...]]] = {}
 
     def token(self, request: str, token: int, logprob: TokenLogprob | None) -> None:
         """One more id."""
@@ -44,11 +41,11 @@ class Outbox:
         if logprob is not None:
             self._logprobs.setdefault(request, []).append(logprob)
 
-    def prompt(self, request: str, logprobs: tuple[TokenLogprob, ...] | None) -> None:
-        """Those of the request's prompt; None is nothing."""
-        if logprobs is not None:
-            self._ids.setdefault(request, [])
-            self._prompts[request] = logprobs
+    def prompt(self, request: str, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Scores of the prompt ids from `start` on; those of one step lie side by side."""
+        first, before = self._prompts.get(request, (start, ()))
+        self._ids.setdefault(request, [])
+        self._prompts[request] = (first, (*before, *logprobs)) if first + len(before) == start else (start, logprobs)
 
     def finish(self, request: str, finish: Finish) -> None:
         """The request's one end."""
@@ -57,18 +54,20 @@ class Outbox:
 
     def take(self) -> tuple[TokenOut, ...]:
         """Everything gathered, and start anew."""
-        out = tuple(
-            TokenOut(
-                request=r,
-                ids=tuple(ids),
-                logprobs=tuple(self._logprobs.get(r, ())),
-                prompt_logprobs=self._prompts.get(r, ()),
-                finish=self._ends.get(r),
-            )
-            for r, ids in self._ids.items()
-        )
+        out = tuple(self._of(request, ids) for request, ids in self._ids.items())
         self.__init__()  # type: ignore[misc]
         return out
+
+    def _of(self, request: str, ids: list[int]) -> TokenOut:
+        start, prompt = self._prompts.get(request, (0, ()))
+        return TokenOut(
+            request=request,
+            ids=tuple(ids),
+            logprobs=tuple(self._logprobs.get(request, ())),
+            finish=self._ends.get(request),
+            prompt_start=start,
+            prompt_logprobs=prompt,
+        )
 
 
 def error_value(error: CalstackError) -> ErrorValue:
@@ -76,10 +75,3 @@ def error_value(error: CalstackError) -> ErrorValue:
     retry = error.retry_after if isinstance(error, OverloadedError | UnavailableError) else 0.0
     param = error.param if isinstance(error, RequestError) else None
     return ErrorValue(kind=type(error).__name__, message=error.line(), param=param, retry_after=retry)
-
-
-def taken(items: list[T]) -> tuple[T, ...]:
-    """The items, and the list is empty."""
-    found = tuple(items)
-    items.clear()
-    return found

@@ -11,10 +11,9 @@ import msgspec
 
 from calstack.devices.base import LaneInput, LogitRows, TokenFrom
 from calstack.engine.constraints import Constraint, Mask, follow
+from calstack.engine.options import EngineOptions
 from calstack.engine.prefix import root_key
-from calstack.engine.promptlog import PROMPT_LOG_ROWS, PromptLog
-from calstack.runtime.facts import Extent
-from calstack.specs import DrawKey, LogitBias
+from calstack.specs import DrawKey, LogitBias, SamplingParams
 from calstack.wire import Submit, Usage
 
 __all__ = ["Phase", "Sequence"]
@@ -33,8 +32,8 @@ class Sequence:
     """One request. `planned` and `done` count KV positions; every position below `planned` is in some submitted launch."""
 
     __slots__ = (
-        "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "early", "epoch", "first_token_ns", "hashed", "key",
-        "last_plan", "limit", "mask", "order", "output", "pending", "phase", "planned", "prompt_log", "request", "restarts", "slot", "solo",
+        "_early", "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key",
+        "last_plan", "limit", "mask", "order", "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo",
         "started_ns", "stops", "submit", "target", "unmasked",
     )  # fmt: skip
 
@@ -52,11 +51,7 @@ class Sequence:
         self.started_ns = self.first_token_ns = 0
         self.constraint: Constraint | None = None
         self.mask: Mask | None = None  # of the first id that is not known, when there is a constraint
-        self.prompt_log = PromptLog(submit.prompt, submit.prompt_logprobs) if submit.prompt_logprobs >= 0 else None
-        self.early = submit.sampling  # for the first `min_tokens` ids
-        if submit.min_tokens > 0:
-            banned = tuple(LogitBias(token=id_, bias=-math.inf) for id_ in sorted(stops))
-            self.early = msgspec.structs.replace(submit.sampling, logit_bias=(*submit.sampling.logit_bias, *banned))
+        self._early = _without(submit.sampling, stops) if submit.min_tokens else submit.sampling
         self._clear()
 
     def _clear(self) -> None:
@@ -91,10 +86,23 @@ class Sequence:
         """Output ids that are neither known nor in flight."""
         return self.limit - len(self.output) - len(self.pending)
 
-    def wanted(self, most: int) -> Extent:
-        """What the next prefill launch may take: at most `most` ids, fewer where logits come back."""
-        logged = self.prompt_log is not None and self.prompt_log.wants(self.planned)
-        return Extent(self.planned, min(self.target - self.planned, min(most, PROMPT_LOG_ROWS) if logged else most))
+    @property
+    def scored(self) -> bool:
+        """Whether the prompt's ids are wanted with their log-probabilities."""
+        return self.submit.prompt_logprobs >= 0
+
+    def wanted(self, options: EngineOptions) -> int:
+        """Positions that the next launch of known ids may take."""
+        return min(self.target - self.planned, options.score_chunk if self.scored else options.prefill_chunk)
+
+    def work(self, share: float) -> tuple[int, int]:
+        """What is left: rows of known ids, and output ids when requests make `share` of what they may."""
+        rows = (self.target - self.planned) if self.phase is Phase.RUNNING else self.length
+        return rows, int((self.limit - len(self.output)) * share)
+
+    def targets(self, start: int, end: int) -> Ids[int]:
+        """The prompt ids that the rows at positions [start, end) predict; shorter at the prompt's end."""
+        return self.submit.prompt[start + 1 : end + 1]
 
     def ids(self, start: int, end: int) -> Ids[int]:
         """Known ids at positions [start, end)."""
@@ -127,7 +135,7 @@ class Sequence:
     def take(self, plan: int, lane: int, count: int) -> LaneInput:
         """The lane input that plans the next `count` positions, and the change that goes with it."""
         known = self.planned < self.length
-        emit = self.planned + count >= self.length and self.limit > 0
+        emit = self.planned + count >= self.length
         tokens: Ids[int] | TokenFrom = self.ids(self.planned, self.planned + count) if known else TokenFrom(*self.pending[-1])
         lane_input = self._lane(tokens, count, emit)
         self.planned += count
@@ -140,18 +148,19 @@ class Sequence:
 
     def _lane(self, tokens: Ids[int] | TokenFrom, count: int, emit: bool) -> LaneInput:
         blocks = tuple(self.blocks)
-        logits = LogitRows.ALL if self.prompt_log is not None and self.prompt_log.wants(self.planned) else LogitRows.NONE
-        if not emit:
-            return LaneInput(past_len=self.planned, cur_len=count, blocks=blocks, tokens=tokens, logits=logits, adapter=self.submit.adapter)
         s = self.submit
-        history, index = s.sampling.needs_history, len(self.output) + len(self.pending)
+        logits = LogitRows.ALL if self.scored and self.targets(self.planned, self.planned + count) else LogitRows.NONE
+        if not emit:
+            return LaneInput(past_len=self.planned, cur_len=count, blocks=blocks, tokens=tokens, logits=logits, adapter=s.adapter)
+        index = len(self.output) + len(self.pending)
+        history = s.sampling.needs_history
         return LaneInput(
             past_len=self.planned,
             cur_len=count,
             blocks=blocks,
             tokens=tokens,
             emit=True,
-            sampling=self.early if index < s.min_tokens else s.sampling,
+            sampling=self._early if index < s.min_tokens else s.sampling,
             draw=DrawKey(seed=s.seed, choice=s.choice, index=index),
             prompt_history=s.prompt if history else (),
             output_history=tuple(self.output) if history else (),
@@ -185,3 +194,10 @@ class Sequence:
             prefill_ms=(first - started) / 1e6,
             decode_ms=(now_ns - first) / 1e6,
         )
+
+
+def _without(sampling: SamplingParams, ids: frozenset[int]) -> SamplingParams:
+    """`sampling` that never gives one of `ids`."""
+    kept = [one for one in sampling.logit_bias if one.token not in ids]
+    bans = [LogitBias(token=id_, bias=-math.inf) for id_ in sorted(ids)]
+    return msgspec.structs.replace(sampling, logit_bias=(*kept, *bans))

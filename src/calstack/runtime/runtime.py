@@ -250,7 +250,7 @@ class Runtime:
             if len(self._sampled) > _REMEMBERED:
                 del self._sampled[next(iter(self._sampled))]
             self._resets = 0
-            self.recorder.add(LaunchRecord(self._resolved(flight.plan), flight.attempt, _without_logits(completion)))
+            self.recorder.add(LaunchRecord(self._resolved(flight.plan), flight.attempt, completion))
             self._events.append(LaunchDone(flight.plan.id, completion))
         elif isinstance(error, DeviceNeedsReset):
             self._reset(error)
@@ -326,13 +326,6 @@ def _ticket(flight: _Flight) -> Ticket:
     if flight.ticket is None:
         raise CancelledError("a launch without a ticket is not in flight")
     return flight.ticket
-
-
-def _without_logits(completion: Completion) -> Completion:
-    """They are too large to be kept for launches that ended."""
-    if all(lane.logits is None for lane in completion.lanes):
-        return completion
-    return dataclasses.replace(completion, lanes=tuple(dataclasses.replace(lane, logits=None) for lane in completion.lanes))
 
 
 def _with_host_token(lane: LaneInput, token: int) -> LaneInput:

@@ -42,29 +42,36 @@ def understand_completion(context: Context, fields: CompletionRequest, request_i
     prompts = prompts_of(fields.prompt, model)
     echoes = [shown(prompt, model) for prompt in prompts] if fields.echo else [""] * len(prompts)
     spec = constraint_of(fields)
+    renderer = CompletionRenderer(f"cmpl-{request_id}", model, generate, echoes, scored=bool(fields.echo) and top >= 0)
+
+    write = _writer(fields, prompts, model)
+
+    def tokenise() -> list[list[int]]:
+        renderer.prompts = [write(prompt) for prompt in prompts]
+        return renderer.prompts
+
     return Plan(
         generate=generate,
         prompts=len(prompts),
-        tokenise=_tokeniser(fields, prompts, model),
-        renderer=CompletionRenderer(f"cmpl-{request_id}", model, generate, echoes),
+        tokenise=tokenise,
+        renderer=renderer,
         top_logprobs=top,
         prompt_logprobs=top if fields.echo else -1,
         constrain=None if spec is None else lambda: model.constraints.source(spec),
     )
 
 
-def _tokeniser(fields: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> Callable[[], list[list[int]]]:
-    """With a suffix the answer is what comes between; only texts can have one."""
+def _writer(fields: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> Callable[[Prompt], list[int]]:
+    """Makes the ids of a prompt. With a suffix the answer is what comes between; only texts can have one."""
     suffix = fields.suffix
     if not suffix:
-        return lambda: [ids_of(prompt, model) for prompt in prompts]
+        return lambda prompt: ids_of(prompt, model)
     infill = Infill(model)
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if len(texts) < len(prompts):
+    if not all(isinstance(prompt, str) for prompt in prompts):
         raise RequestError("a prompt of ids cannot have a suffix", where="$.suffix", param="suffix")
     if fields.echo and fields.logprobs is not None:
         raise RequestError("log-probabilities of a prompt with a suffix are not offered", where="$.echo", param="echo")
-    return lambda: [infill.ids(text, suffix) for text in texts]
+    return lambda prompt: infill.ids(str(prompt), suffix)
 
 
 def prompts_of(given: str | list[str | int | list[str | int]], model: ServedModel) -> list[Prompt]:
@@ -105,14 +112,10 @@ def ids_of(prompt: Prompt, model: ServedModel) -> list[int]:
 
 
 def shown(prompt: Prompt, model: ServedModel) -> str:
-    """A prompt as text; ids are decoded together where they stand together, so that characters stay whole."""
     if isinstance(prompt, str):
         return prompt
-    out = []
-    for is_text, found in itertools.groupby(prompt, key=lambda part: isinstance(part, str)):
-        parts = list(found)
-        out.append("".join(map(str, parts)) if is_text else decode_all(model.tokenizer.pieces, map(int, parts)))
-    return "".join(out)
+    runs = itertools.groupby(prompt, key=lambda part: isinstance(part, str))
+    return "".join("".join(map(str, run)) if is_text else decode_all(model.tokenizer.pieces, map(int, run)) for is_text, run in runs)
 
 
 def _bad(what: str) -> RequestError:
@@ -120,12 +123,15 @@ def _bad(what: str) -> RequestError:
 
 
 class CompletionRenderer:
-    """Writes text answers. `echoes` holds per prompt what is given back before the answer."""
+    """Writes text answers. `echoes` holds per prompt what is given back before the answer; `scored`: with log-probabilities."""
 
-    def __init__(self, id_: str, model: ServedModel, generate: Generate, echoes: Sequence[str]) -> None:
+    def __init__(self, id_: str, model: ServedModel, generate: Generate, echoes: Sequence[str], *, scored: bool) -> None:
         self._envelope = Envelope(id_, "text_completion", model.id, model.fingerprint)
         self._generate, self._pieces, self._echoes = generate, model.tokenizer.pieces, echoes
         self._begun: set[int] = set()
+        self._scored = scored
+        self.prompts: list[list[int]] = []
+        """Ids of each prompt, once they are known."""
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._generate.choices]
@@ -138,19 +144,18 @@ class CompletionRenderer:
 
     def _choice(self, choice: Collected) -> dict[str, Any]:
         assert choice.end is not None
-        tokens = [*self._prompt(choice.index, choice.prompt), *self._behind(choice.index, choice.tokens)]
-        logprobs = legacy_logprobs(tokens, self._pieces) if tokens else None
-        text = self._echo(choice.index) + choice.text
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.end.reason}
+        echo = self._echo(choice.index)
+        logprobs = self._logprobs(choice.index, choice.tokens, choice.prompt if self._scored else None)
+        return {"index": choice.index, "text": echo + choice.text, "logprobs": logprobs, "finish_reason": choice.end.reason}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        text, out = delta.text, []
+        echo = self._echo(delta.index)
+        text, out, prompt = delta.text, [], None
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            text = self._echo(delta.index) + text
-        tokens = [*self._prompt(delta.index, delta.prompt), *self._behind(delta.index, delta.tokens)]
-        if text or tokens:
-            logprobs = legacy_logprobs(tokens, self._pieces) if tokens else None
+            text, prompt = echo + text, delta.prompt if self._scored else None
+        if text or delta.tokens:
+            logprobs = self._logprobs(delta.index, delta.tokens, prompt)
             out.append(self._piece(delta.index, text, logprobs, None))
         if delta.end is not None:
             out.append(self._piece(delta.index, "", None, delta.end.reason))
@@ -158,18 +163,14 @@ class CompletionRenderer:
                 out[-1]["timings"] = timings_of(delta.end)
         return out
 
-    def _behind(self, index: int, tokens: Sequence[TokenText]) -> list[TokenText]:
-        """Tokens with their offsets behind the echo."""
-        offset = len(self._echo(index))
-        return [dataclasses.replace(token, start=offset + token.start) for token in tokens] if offset else list(tokens)
-
-    def _prompt(self, index: int, prompt: Sequence[tuple[int, TokenLogprob | None]]) -> list[TokenText]:
-        """Tokens of the echo. A BOS or first space that the text does not show takes no room in it."""
-        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        lengths = [len(decode(self._pieces.bytes_of(id_))) for id_, _ in prompt]
-        hidden = max(0, sum(lengths) - len(self._echo(index)))
-        starts = itertools.accumulate(lengths, initial=-hidden)
-        return [TokenText(id_, max(0, start), logprob) for (id_, logprob), start in zip(prompt, starts, strict=False)]
+    def _logprobs(self, index: int, tokens: Sequence[TokenText], prompt: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        """Of `tokens`, behind those of the echoed prompt where `prompt` holds its scores."""
+        echo = self._echo(index)
+        found = legacy_logprobs(tokens, self._pieces, len(echo)) if tokens else None
+        if prompt is None:
+            return found
+        before = echoed_logprobs(self.prompts[index // self._generate.choices], prompt, self._pieces, len(echo))
+        return {name: before[name] + (found[name] if found else []) for name in before}
 
     def _piece(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> dict[str, Any]:
         return self._envelope.around([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}])
@@ -178,22 +179,39 @@ class CompletionRenderer:
         return [self._envelope.around([]) | {"usage": usage_of(generation)}] if self._generate.include_usage else []
 
 
-def legacy_logprobs(tokens: Sequence[TokenText], pieces: PieceTable) -> dict[str, Any]:
-    """OpenAI's first shape: parallel lists; text offsets in characters. A prompt's first token has null for its log-probability."""
+def legacy_logprobs(tokens: Sequence[TokenText], pieces: PieceTable, offset: int) -> dict[str, Any]:
+    """OpenAI's first shape: parallel lists; text offsets in characters from the start of the echo."""
     return {
         "tokens": [token_text(pieces, token.id) for token in tokens],
-        "token_logprobs": [finite(token.logprob.logprob) if token.logprob else None for token in tokens],
-        "top_logprobs": [_tops(pieces, token.id, token.logprob) if token.logprob else None for token in tokens],
-        "text_offset": [token.start for token in tokens],
+        "token_logprobs": [finite(token.logprob.logprob) for token in tokens],
+        "top_logprobs": [_tops(pieces, token) for token in tokens],
+        "text_offset": [offset + token.start for token in tokens],
     }
 
 
-def _tops(pieces: PieceTable, id_: int, logprob: TokenLogprob) -> dict[str, float]:
+def echoed_logprobs(ids: Sequence[int], scores: Sequence[TokenLogprob], pieces: PieceTable, length: int) -> dict[str, Any]:
+    """The same of a prompt whose text has `length` characters; nothing predicts its first id. A BOS or first space that the text lacks
+    has no width."""
+    texts = [TokenText(id_, 0, score) for id_, score in zip(ids[1:], scores, strict=True)]
+    found = legacy_logprobs(texts, pieces, 0)
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    widths = [len(decode(pieces.bytes_of(id_))) for id_ in ids]
+    hidden = max(0, sum(widths) - length)
+    starts = [max(0, start) for start in itertools.accumulate(widths[:-1], initial=-hidden)]
+    return {
+        "tokens": [token_text(pieces, ids[0]), *found["tokens"]],
+        "token_logprobs": [None, *found["token_logprobs"]],
+        "top_logprobs": [None, *found["top_logprobs"]],
+        "text_offset": starts,
+    }
+
+
+def _tops(pieces: PieceTable, token: TokenText) -> dict[str, float]:
     """Two ids may share a text; the likelier one stays. The sampled token is always among them, as OpenAI does."""
     found: dict[str, float] = {}
-    for other, value in zip(logprob.top_ids, logprob.top_logprobs, strict=True):
-        found.setdefault(token_text(pieces, other), finite(value))
-    found.setdefault(token_text(pieces, id_), finite(logprob.logprob))
+    for id_, logprob in zip(token.logprob.top_ids, token.logprob.top_logprobs, strict=True):
+        found.setdefault(token_text(pieces, id_), finite(logprob))
+    found.setdefault(token_text(pieces, token.id), finite(token.logprob.logprob))
     return found
 
 

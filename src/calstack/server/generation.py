@@ -43,12 +43,10 @@ class Generation:
         *,
         arrival: float,
         top_logprobs: int = -1,
-        prompt_logprobs: int = -1,
         account: Account | None = None,
     ) -> None:
         self._context, self._request_id, self._generate = context, request_id, generate
         self._arrival, self._top_logprobs = arrival, top_logprobs
-        self._prompt_logprobs = prompt_logprobs
         self._account, self._hold = account, None if account is None else account.begin()
         self.grammar = ""
         """What every answer must match (see Submit.grammar)."""
@@ -56,6 +54,8 @@ class Generation:
         """Makes what counts the thought of one answer of so many tokens."""
         self.close_thought: Callable[[], list[int]] = list
         """Gives the ids that end a thought."""
+        self.prompt_logprobs = -1
+        """Likeliest ids to give beside each prompt id's score; -1 = no scores."""
         self._renamed: dict[int, str] = {}
         self._places: list[Place] = []
         self._prompts: list[PromptSpec] = []
@@ -208,20 +208,18 @@ class Generation:
         choice = Choice(
             index,
             context.model.tokenizer.pieces,
-            prompt=prompt.ids,
             stops=generate.stops,
-            min_tokens=generate.min_tokens,
             keep_tokens=self._top_logprobs >= 0,
             emit=lambda delta: self._take(delta, prompt, place),
             on_first=lambda: self._first(place),
             on_stop=lambda: context.supervisor.cancel(self._name(index)),
+            min_tokens=generate.min_tokens,
+            silent=not prompt.limit,
             meter=self.meter(prompt.limit),
             on_spent=lambda: self._close_thought(choice),
         )
         self._choices.append(choice)
-        if self._prompt_logprobs >= 0 and len(prompt.ids) == 1:  # one id has none, so that the engine gives none
-            choice.on_prompt(())
-        if not prompt.limit and self._prompt_logprobs < 0:  # nothing to compute: the prompt alone was asked for
+        if not prompt.limit and self.prompt_logprobs < 0:  # nothing to compute: the prompt alone was asked for
             choice.end = End(reason="length", completion_tokens=0)
             self._take(Delta(index, "", (), choice.end), prompt, place)
             return
@@ -232,15 +230,15 @@ class Generation:
         return Submit(
             request=self._name(index),
             prompt=prompt.ids,
-            max_tokens=prompt.limit,
+            max_tokens=max(1, prompt.limit),
             sampling=generate.sampling,
             seed=generate.seed,
             choice=draw,
             stop_ids=generate.stop_ids,
             ignore_eos=generate.ignore_eos,
-            top_logprobs=self._top_logprobs,
-            prompt_logprobs=self._prompt_logprobs,
             min_tokens=generate.min_tokens,
+            top_logprobs=self._top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             priority=generate.priority,
             cache_salt=generate.cache_salt,
             cache_prompt=generate.cache_prompt,
@@ -268,10 +266,9 @@ class Generation:
             self.ends[delta.index] = delta.end
         self._pending.append(delta)
         self._wake()
-        if delta.text:
-            if (last := self._told.get(delta.index)) is not None:
-                self._context.metrics.next_text(self._last - last)
-            self._told[delta.index] = self._last
+        if (last := self._told.get(delta.index)) is not None and delta.text:
+            self._context.metrics.next_text(self._last - last)
+        self._told[delta.index] = self._last
 
     def _ended(self, index: int, end: End, prompt: PromptSpec, place: Place) -> None:
         usage = end.usage

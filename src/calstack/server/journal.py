@@ -23,8 +23,8 @@ class Sink(Protocol):
         """New ids, in order; `logprobs` is empty or as long."""
         ...
 
-    def on_prompt(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Those of the prompt's ids after the first; once, before any id, when they were asked for."""
+    def on_prompt(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Scores of the prompt's ids from `start` on; after a restart they come again."""
         ...
 
     def on_finish(self, finish: Finish) -> None:
@@ -72,8 +72,7 @@ class Journal:
         if (entry := self._entries.get(out.request)) is None:
             return
         if out.prompt_logprobs:
-            entry.submit = msgspec.structs.replace(entry.submit, prompt_logprobs=-1)  # not again in another engine process
-            entry.sink.on_prompt(out.prompt_logprobs)
+            entry.sink.on_prompt(out.prompt_start, out.prompt_logprobs)
         if out.ids:
             entry.output.extend(out.ids)
             entry.sink.on_tokens(out.ids, out.logprobs)

@@ -51,11 +51,11 @@ class Generate:
     stops: tuple[str, ...]
     stop_ids: tuple[int, ...]
     ignore_eos: bool
+    min_tokens: int
     stream: bool
     include_usage: bool
     timings: bool
     priority: int
-    min_tokens: int
     cache_prompt: bool
     cache_salt: str
 
@@ -110,7 +110,7 @@ def generate_of(fields: GenerationFields, vocabulary: Vocabulary, limits: Limits
         RequestError: naming the field that is out of range.
     """
     ignore_eos = bool(fields.ignore_eos)
-    _metadata(fields)
+    _check_metadata(fields)
     return Generate(
         sampling=_sampling(fields, vocabulary, limits, defaults),
         seed=_seed(fields.seed),
@@ -119,11 +119,11 @@ def generate_of(fields: GenerationFields, vocabulary: Vocabulary, limits: Limits
         stops=_stops(fields.stop, limits),
         stop_ids=_stop_ids(fields.stop_token_ids, vocabulary, ignore_eos=ignore_eos),
         ignore_eos=ignore_eos,
+        min_tokens=_min_tokens(fields),
         stream=bool(fields.stream),
         include_usage=_include_usage(fields),
         timings=bool(fields.timings or fields.timings_per_token),
         priority=_in_range("priority", fields.priority or 0, -(1 << 31), 1 << 31),
-        min_tokens=_min_tokens(fields),
         cache_prompt=fields.cache_prompt is not False,
         cache_salt=_salt(fields),
     )
@@ -201,7 +201,7 @@ def _max_tokens(fields: GenerationFields) -> int | None:
 
 def _min_tokens(fields: GenerationFields) -> int:
     most = _max_tokens(fields)
-    return _in_range("min_tokens", fields.min_tokens or 0, 0, (1 << 31) if most is None else most + 1)
+    return _in_range("min_tokens", fields.min_tokens or 0, 0, (1 << 31 if most is None else most) + 1)
 
 
 def _salt(fields: GenerationFields) -> str:
@@ -213,7 +213,7 @@ def _salt(fields: GenerationFields) -> str:
     return "\0".join(parts) if any(parts) else ""
 
 
-def _metadata(fields: GenerationFields) -> None:
+def _check_metadata(fields: GenerationFields) -> None:
     """OpenAI's bounds. Nothing is stored, so that is all there is to do with it."""
     found = fields.metadata or {}
     if len(found) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in found.items()):

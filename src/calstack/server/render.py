@@ -46,8 +46,9 @@ class Collected:
     index: int
     parts: list[str] = dataclasses.field(default_factory=list)
     tokens: list[TokenText] = dataclasses.field(default_factory=list)
-    prompt: tuple[tuple[int, TokenLogprob | None], ...] = ()
     end: End | None = None
+    prompt: tuple[TokenLogprob, ...] = ()
+    """Scores of the prompt's ids after the first, where they were asked for."""
 
     @property
     def text(self) -> str:
@@ -58,8 +59,8 @@ class Collected:
         """Append a delta."""
         self.parts.append(delta.text)
         self.tokens.extend(delta.tokens)
-        self.prompt = self.prompt or delta.prompt
         self.end = delta.end or self.end
+        self.prompt = self.prompt or delta.prompt
 
 
 class Renderer(Protocol):
@@ -119,7 +120,7 @@ def chat_logprobs(tokens: Sequence[TokenText], pieces: PieceTable) -> dict[str, 
 
 
 def _entry(pieces: PieceTable, token: TokenText) -> dict[str, Any]:
-    logprob = token.logprob or TokenLogprob(logprob=0.0)
+    logprob = token.logprob
     top = [_one(pieces, id_, value) for id_, value in zip(logprob.top_ids, logprob.top_logprobs, strict=True)]
     return {**_one(pieces, token.id, logprob.logprob), "top_logprobs": top}
 

@@ -128,13 +128,11 @@ class Collect:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.ends: list[Finish] = []
-        self.prompts = 0
 
     def on_tokens(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         self.ids.extend(ids)
 
-    def on_prompt(self, logprobs: Sequence[TokenLogprob]) -> None:
-        self.prompts += 1
+    def on_prompt(self, start: int, logprobs: Sequence[TokenLogprob]) -> None: ...
 
     def on_finish(self, finish: Finish) -> None:
         self.ends.append(finish)
@@ -142,16 +140,6 @@ class Collect:
 
 def submit(name: str) -> Submit:
     return Submit(request=name, prompt=(1, 2), max_tokens=9, sampling=SamplingParams(), seed=3, choice=1)
-
-
-def test_prompts_log_probabilities_are_asked_for_once() -> None:
-    journal, sink = Journal(), Collect()
-    entry = journal.accept(msgspec.structs.replace(submit("a"), prompt_logprobs=3), sink)
-    assert entry.resumed().prompt_logprobs == 3
-    journal.record(TokenOut(request="a", prompt_logprobs=(TokenLogprob(logprob=-1.0),)))
-    assert sink.prompts == 1
-    journal.crashed()
-    assert entry.resumed().prompt_logprobs == -1
 
 
 def test_journal_resumes_after_what_was_delivered_with_the_same_seed_and_choice() -> None:

@@ -41,6 +41,8 @@ def content(response: Any) -> str:
         ("seed", "x"),
         ("max_tokens", -2),
         ("max_tokens", 2**63),
+        ("min_tokens", -1),
+        ("min_tokens", "3"),
         ("stop", ["a"] * 65),
         ("stop", "a" * 2000),
         ("stop", [1]),
