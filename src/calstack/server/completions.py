@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from calstack.errors import RequestError
@@ -13,12 +14,13 @@ from calstack.server.constraints import constraint_of
 from calstack.server.context import Context
 from calstack.server.exchange import Plan
 from calstack.server.generation import Generation
+from calstack.server.infill import Infill
 from calstack.server.model import ServedModel
 from calstack.server.params import Generate, check_supported, generate_of, top_logprobs_of
 from calstack.server.render import Collected, Envelope, finite, timings_of, usage_of
 from calstack.server.schemas import CompletionRequest
 from calstack.server.status import check_model
-from calstack.text.detokenize import Detokenizer, decode_all
+from calstack.text.detokenize import decode_all
 from calstack.text.pieces import PieceTable
 from calstack.wire import TokenLogprob
 
@@ -42,8 +44,10 @@ def understand_completion(context: Context, fields: CompletionRequest, request_i
     spec = constraint_of(fields)
     renderer = CompletionRenderer(f"cmpl-{request_id}", model, generate, echoes, scored=bool(fields.echo) and top >= 0)
 
+    write = _writer(fields, prompts, model)
+
     def tokenise() -> list[list[int]]:
-        renderer.prompts = [ids_of(prompt, model) for prompt in prompts]
+        renderer.prompts = [write(prompt) for prompt in prompts]
         return renderer.prompts
 
     return Plan(
@@ -55,6 +59,19 @@ def understand_completion(context: Context, fields: CompletionRequest, request_i
         prompt_logprobs=top if fields.echo else -1,
         constrain=None if spec is None else lambda: model.constraints.source(spec),
     )
+
+
+def _writer(fields: CompletionRequest, prompts: Sequence[Prompt], model: ServedModel) -> Callable[[Prompt], list[int]]:
+    """Makes the ids of a prompt. With a suffix the answer is what comes between; only texts can have one."""
+    suffix = fields.suffix
+    if not suffix:
+        return lambda prompt: ids_of(prompt, model)
+    infill = Infill(model)
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError("a prompt of ids cannot have a suffix", where="$.suffix", param="suffix")
+    if fields.echo and fields.logprobs is not None:
+        raise RequestError("log-probabilities of a prompt with a suffix are not offered", where="$.echo", param="echo")
+    return lambda prompt: infill.ids(str(prompt), suffix)
 
 
 def prompts_of(given: str | list[str | int | list[str | int]], model: ServedModel) -> list[Prompt]:
@@ -173,17 +190,19 @@ def legacy_logprobs(tokens: Sequence[TokenText], pieces: PieceTable, offset: int
 
 
 def echoed_logprobs(ids: Sequence[int], scores: Sequence[TokenLogprob], pieces: PieceTable, length: int) -> dict[str, Any]:
-    """The same of a prompt whose text has `length` characters; nothing predicts its first id. A BOS that the text lacks has no width."""
+    """The same of a prompt whose text has `length` characters; nothing predicts its first id. A BOS or first space that the text lacks
+    has no width."""
     texts = [TokenText(id_, 0, score) for id_, score in zip(ids[1:], scores, strict=True)]
     found = legacy_logprobs(texts, pieces, 0)
-    decoder, ends = Detokenizer(pieces), [0]
-    for id_ in ids:
-        ends.append(min(length, ends[-1] + len(decoder.push(id_))))
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    widths = [len(decode(pieces.bytes_of(id_))) for id_ in ids]
+    hidden = max(0, sum(widths) - length)
+    starts = [max(0, start) for start in itertools.accumulate(widths[:-1], initial=-hidden)]
     return {
         "tokens": [token_text(pieces, ids[0]), *found["tokens"]],
         "token_logprobs": [None, *found["token_logprobs"]],
         "top_logprobs": [None, *found["top_logprobs"]],
-        "text_offset": ends[:-1],
+        "text_offset": starts,
     }
 
 

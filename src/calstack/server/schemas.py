@@ -70,6 +70,9 @@ class GenerationFields(_Input, frozen=True, kw_only=True):
     priority: int | None = None
     cache_prompt: bool | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
     response_format: Any = None
     # checked by constraints.py
     grammar: Any = None
