@@ -54,7 +54,6 @@ class Tokenize(_Route):
             return {"tokens": ids}
         return {"tokens": [{"id": id_, "piece": _piece(tokenizer.pieces.bytes_of(id_))} for id_ in ids]}
 
-
     def _vllm(self, fields: TokenizeRequest, prompt: str) -> dict[str, Any]:
         model = self._context.model
         ids = model.tokenizer.encode(prompt, special=True, bos=fields.add_special_tokens is not False)
