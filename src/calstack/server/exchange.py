@@ -69,7 +69,7 @@ class Endpoint:
     """
 
     def __init__(self, context: Context, schema: type[Any], understand: Callable[[Context, Any, str], Plan]) -> None:
-        self._context, self._schema, self._understand = context, schema, understand
+        self._context, self.schema, self._understand = context, schema, understand
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival, request_id = time.monotonic(), request_id_of(scope)
@@ -94,7 +94,7 @@ class Endpoint:
 
     async def _decode(self, body: bytes) -> Any:
         def work() -> Any:
-            return decode(body, self._schema, max_depth=self._context.config.limits.max_json_depth)
+            return decode(body, self.schema, max_depth=self._context.config.limits.max_json_depth)
 
         if len(body) <= _INLINE_BYTES:
             return work()
