@@ -108,7 +108,7 @@ class Endpoint:
         if plan.constrain is not None:
             if plan.generate.min_tokens:
                 raise RequestError("cannot go with a constraint", where="$.min_tokens", param="min_tokens")
-            generation.grammar = await _in_time(loop.run_in_executor(self._context.pool, plan.constrain))
+            generation.grammar = await _in_time(loop.run_in_executor(self._context.grammar_pool, plan.constrain))
         generation.meter, generation.close_thought = plan.meter, plan.close_thought
         generation.start()
 
