@@ -39,6 +39,11 @@ EDITABLE = $(PY) -m pip install -q --disable-pip-version-check --no-build-isolat
 	@$(EDITABLE) -e '.[compile,test,dev]'
 	@touch $@
 
+.venv/.clients: pyproject.toml .venv/.dev
+	@echo "setup: other people's clients" >&2
+	@$(EDITABLE) -e '.[compile,test,dev,clients]'
+	@touch $@
+
 setup: native .venv/.dev  ## .venv with everything, and the compiled module
 
 compiler:
@@ -69,7 +74,7 @@ test: setup  ## the default tests
 	.venv/bin/calstack pull $(MODEL)
 	$(PY) -m pytest $(ARGS)
 
-test-full: setup  ## every test but the ones that need torch
+test-full: setup .venv/.clients  ## every test but the ones that need torch
 	.venv/bin/calstack pull $(MODEL)
 	$(PY) -m pytest -m "not live" --timeout 1800 $(ARGS)
 

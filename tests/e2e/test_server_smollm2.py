@@ -65,6 +65,13 @@ def test_seed_decides_the_text(server: Served) -> None:
     assert len(set(texts)) == 3
 
 
+def test_tiny_temperature_gives_the_greedy_text(server: Served) -> None:
+    greedy = server.complete("The capital of France is", seed=3)
+    for temperature in (1e-10, 1e-38, 0):
+        assert server.complete("The capital of France is", seed=4, temperature=temperature) == greedy
+    assert server.complete("The capital of France is", temperature=1e9, seed=1)
+
+
 def test_choices_are_the_same_alone_and_among_others(server: Served) -> None:
     body: dict[str, Any] = {"prompt": "A story:", "temperature": 1.0, "seed": 5, "max_tokens": 24}
     texts = [choice.text for choice in server.openai.completions.create(model=MODEL, n=3, **body).choices]

@@ -206,9 +206,11 @@ class InfillRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(_Input, frozen=True, kw_only=True):
-    """POST /tokenize, llama-server's."""
+    """POST /tokenize: llama-server's `content`, or vLLM's `prompt` with its own default for special tokens."""
 
-    content: str
+    content: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
     add_special: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
