@@ -96,7 +96,8 @@ def _references(m: Manifest) -> Iterator[tuple[str, str]]:
     for index, submodel in enumerate(m.submodels):
         yield f"$.submodels[{index}].program", submodel.program
     for index, chip in enumerate(m.target.chips):
-        yield f"$.target.chips[{index}].params", chip.params
+        if not m.weightless:
+            yield f"$.target.chips[{index}].params", chip.params
     for index, golden in enumerate(m.goldens):
         yield f"$.goldens[{index}].path", golden.path
 
