@@ -26,6 +26,7 @@ __all__ = [
     "SamplingParams",
     "TensorSpec",
     "WeightFormat",
+    "parse_quant",
 ]
 
 
@@ -204,6 +205,27 @@ class QuantSpec(_Frozen, frozen=True, kw_only=True):
     minimum: bool = True  # w4: store a minimum beside the scale
     head: WeightFormat | None = None  # lm_head and embedding; None = as default, but never below 8 bit
     overrides: tuple[tuple[str, WeightFormat], ...] = ()  # (glob over tensor names, format), first match wins
+
+
+def parse_quant(text: str) -> QuantSpec:
+    """`w4a8` or `w8a8,group=64,min=off,head=f16,GLOB=FORMAT,…` as a QuantSpec; ValueError with the part that is not understood."""
+    first, *rest = text.split(",")
+    default = None if first in ("", "source") else WeightFormat(first)
+    group, minimum, head = 32, True, None
+    overrides: list[tuple[str, WeightFormat]] = []
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{part!r} is not KEY=VALUE")
+        if key == "group":
+            group = int(value)
+        elif key == "min":
+            minimum = {"on": True, "off": False}[value]
+        elif key == "head":
+            head = WeightFormat(value)
+        else:
+            overrides.append((key, WeightFormat(value)))
+    return QuantSpec(default=default, group=group, minimum=minimum, head=head, overrides=tuple(overrides))
 
 
 class LogitBias(_Frozen, frozen=True, kw_only=True):

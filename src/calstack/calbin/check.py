@@ -20,6 +20,7 @@ from calstack.calbin.program import (
     MoeCombine,
     MoeExperts,
     MoeRoute,
+    NormAdd,
     NormLinear,
     Program,
     QkNormRopeKv,
@@ -96,7 +97,8 @@ def _references(m: Manifest) -> Iterator[tuple[str, str]]:
     for index, submodel in enumerate(m.submodels):
         yield f"$.submodels[{index}].program", submodel.program
     for index, chip in enumerate(m.target.chips):
-        yield f"$.target.chips[{index}].params", chip.params
+        if not m.weightless:
+            yield f"$.target.chips[{index}].params", chip.params
     for index, golden in enumerate(m.goldens):
         yield f"$.goldens[{index}].path", golden.path
 
@@ -228,6 +230,10 @@ class _Known:
             yield from self._heads(call)
         elif isinstance(call, Linear):
             yield from self._linear(call)
+        elif isinstance(call, NormAdd):
+            yield from self._vector("norm", call.norm, call.norm.n)
+            yield from self._buffer("x", call.x, call.norm.n)
+            yield from self._buffer("residual", call.residual, call.norm.n)
         elif isinstance(call, AllGather):
             yield from self._all_gather(call)
         elif isinstance(call, MoeRoute | MoeExperts | MoeCombine):
