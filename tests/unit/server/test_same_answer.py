@@ -138,7 +138,7 @@ def test_llama_servers_text(server: LiveServer, name: str) -> None:
     assert last == expected
 
 
-NEWER = {
+NEWER: dict[str, dict[str, Any]] = {
     "plain": {"text": "hello 漢😀 world"},
     "thought": {"text": THOUGHT},
     "limit": {"text": "hello world again", "most": 3},
