@@ -29,7 +29,8 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     ids = np.random.default_rng(12).integers(4, 320, LENGTH)
-    cache, rows = None, {}
+    cache = None
+    rows: dict[int, np.ndarray] = {}
     for start in range(0, LENGTH, CHUNK):
         with torch.no_grad():
             out = model(input_ids=torch.from_numpy(ids[None, start : start + CHUNK]), cache=cache, use_cache=True)
