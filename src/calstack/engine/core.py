@@ -9,12 +9,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from typing import Literal, TypeVar
 
-from calstack.devices.base import Completion, LaneOutput
+from calstack.devices.base import Completion, LaneInput, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.constraints import GrammarReady
-from calstack.engine.costs import StepCosts, wait_estimate_s
+from calstack.engine.costs import StepCosts, best_guesses, wait_estimate_s
 from calstack.engine.flight import Flight, Kind, LaneRef, times_of
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
@@ -210,11 +211,23 @@ class Core:
         if done.completion is None:
             self._failed(flight, done.error or DeviceError("the launch failed", where=flight.submodel), now_ns)
             return
-        useful = sum(lane.count for lane in flight.lanes if lane.live)
+        useful = sum(lane.count for lane in flight.lanes if lane.live and lane.guess < 0)
         for lane, output in zip(flight.lanes, done.completion.lanes, strict=True):
-            if lane.live:
+            if lane.live and lane.confirmed:
+                useful += lane.guess >= 0
                 self._lane_done(lane, output, now_ns)
+        self._settle(flight)
         self._account(flight, done.completion, useful)
+
+    def _settle(self, flight: Flight) -> None:
+        """Requests whose guesses were in the launch go on from what came true."""
+        guessed = Counter(lane.seq for lane in flight.lanes if lane.guess >= 0 and lane.live)
+        for seq, drafted in guessed.items():
+            accepted = drafted - sum(1 for lane in flight.lanes if lane.seq is seq and lane.end > seq.length - 1 and lane.guess >= 0)
+            seq.acceptance.note(drafted, accepted)
+            seq.settle()
+            self.counters["drafted"] += drafted
+            self.counters["accepted_drafts"] += accepted
 
     def _failed(self, flight: Flight, error: DeviceError, now_ns: int) -> None:
         """A launch failed for good. Of several requests each is tried again by itself, so that only the guilty one ends."""
@@ -243,6 +256,8 @@ class Core:
         if not lane.emit:
             return
         seq.pending.popleft()
+        if not seq.drafting:
+            seq.acceptance.forgive()
         seq.solo = seq.submit.alone
         seq.first_token_ns = seq.first_token_ns or now_ns
         if output.token in seq.stops:
@@ -369,12 +384,54 @@ class Core:
         if not granted:
             return None
         granted.sort(key=lambda s: (s.last_plan, s.slot))
+        if self.options.speculation and (plan := self._guessing(granted)) is not None:
+            return plan
         choice = self._planner.decode([s.planned for s in granted])
         return self._launch("decode", choice, granted) if choice else None
 
+    def _guessing(self, granted: list[Sequence]) -> LaunchPlan | None:
+        """A decode launch in which lanes that would stay empty check guesses; None where there are none, or they do not pay."""
+        room = self._planner.most_lanes - len(granted)
+        found = [seq.guess(self.lanes.spare(seq, min(self.options.max_guesses, room))) if room > 0 else [] for seq in granted]
+        if not any(found):
+            return None
+        shares = [seq.acceptance.expected for seq in granted]
+        counts = best_guesses(shares, [len(some) for some in found], self._planner.buckets, self.costs)
+        guesses = [some[:count] for some, count in zip(found, counts, strict=True)]
+        if not any(guesses):
+            return None
+        pasts = [seq.planned + step for seq, found in zip(granted, guesses, strict=True) for step in range(1 + len(found))]
+        choice = self._planner.decode(pasts)
+        if choice is None or len(choice.lanes) < len(pasts):
+            return None
+        return self._check_guesses(choice, granted, guesses)
+
+    def _check_guesses(self, choice: Choice, granted: list[Sequence], guesses: list[list[int]]) -> LaunchPlan:
+        plan_id = self._plans
+        self._plans += 1
+        lanes: list[LaneInput] = []
+        refs: list[LaneRef] = []
+        known: list[tuple[Ids[int], Ids[int]]] = []
+        for seq, found in zip(granted, guesses, strict=True):
+            if not found:
+                lanes.append(seq.take(plan_id, len(lanes), 1))
+                refs.append(LaneRef(seq, seq.epoch, 1, seq.planned, emit=True))
+                known.append((seq.submit.prompt, seq.output))
+                continue
+            start = seq.planned
+            lanes += seq.take_guesses(plan_id, len(lanes), found)
+            for step in range(1 + len(found)):
+                refs.append(LaneRef(seq, seq.epoch, 1, start + step + 1, emit=True, guess=found[step - 1] if step else -1))
+                known.append((seq.submit.prompt, [*seq.output, *found[:step]]))
+        self._flights[plan_id] = Flight("decode", choice.submodel.key, tuple(refs))
+        self._last = "decode"
+        return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), tuple(known))
+
     def _may_run_ahead(self, seq: Sequence) -> bool:
         """A sampler with history can take one unknown id from the device, not two; a mask needs the id before it, unless it comes late."""
-        if seq.constraint is not None and seq.pending and not self.options.late_masks:
+        if seq.drafting or (seq.constraint is not None and seq.pending and not self.options.late_masks):
+            return False
+        if self.options.speculation and seq.pending and seq.promising:
             return False
         return len(seq.pending) < 2 or not seq.submit.sampling.needs_history
 

@@ -29,11 +29,17 @@ class LaneRef:
     count: int
     end: int  # KV positions of the request after the launch
     emit: bool
+    guess: int = -1  # the id that was guessed as the lane's input, when it was
 
     @property
     def live(self) -> bool:
         """True while the request waits for this lane's end."""
         return self.seq.epoch == self.epoch and self.seq.phase is Phase.RUNNING
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the id that the lane began with is the one that came."""
+        return self.guess < 0 or (self.seq.length == self.end and self.seq.output[-1] == self.guess)
 
     def scores(self, logits: npt.NDArray[np.float32]) -> tuple[int, tuple[TokenLogprob, ...]]:
         """The first prompt position that the lane's rows predict, and the scores from there on."""
