@@ -101,10 +101,11 @@ class Endpoint:
         return await asyncio.get_running_loop().run_in_executor(self._context.pool, work)
 
     async def _begin(self, plan: Plan, generation: Generation) -> None:
+        context = self._context.ready().context  # from here on the request is accepted: a drain lets it finish
         generation.reserve(plan.prompts)
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._context.pool, plan.tokenise)
-        generation.add_prompts(prompts, self._context.ready().context)
+        generation.add_prompts(prompts, context)
         if plan.constrain is not None:
             if plan.generate.min_tokens:
                 raise RequestError("cannot go with a constraint", where="$.min_tokens", param="min_tokens")
