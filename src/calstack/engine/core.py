@@ -9,14 +9,14 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from collections.abc import Sequence as Ids
 from typing import Literal, TypeVar
 
-from calstack.devices.base import Completion, LaneInput, LaneOutput
+from calstack.devices.base import Completion, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.constraints import GrammarReady
-from calstack.engine.costs import StepCosts, best_guesses, wait_estimate_s
-from calstack.engine.flight import Flight, Kind, LaneRef, times_of
+from calstack.engine.costs import StepCosts, wait_estimate_s
+from calstack.engine.flight import Flight, Kind, LaneRef, note_costs, times_of
+from calstack.engine.guessing import launch_with_guesses, settle
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
@@ -216,18 +216,8 @@ class Core:
             if lane.live and lane.confirmed:
                 useful += lane.guess >= 0
                 self._lane_done(lane, output, now_ns)
-        self._settle(flight)
+        settle(flight, self.counters)
         self._account(flight, done.completion, useful)
-
-    def _settle(self, flight: Flight) -> None:
-        """Requests whose guesses were in the launch go on from what came true."""
-        guessed = Counter(lane.seq for lane in flight.lanes if lane.guess >= 0 and lane.live)
-        for seq, drafted in guessed.items():
-            accepted = drafted - sum(1 for lane in flight.lanes if lane.seq is seq and lane.end > seq.length - 1 and lane.guess >= 0)
-            seq.acceptance.note(drafted, accepted)
-            seq.settle()
-            self.counters["drafted"] += drafted
-            self.counters["accepted_drafts"] += accepted
 
     def _failed(self, flight: Flight, error: DeviceError, now_ns: int) -> None:
         """A launch failed for good. Of several requests each is tried again by itself, so that only the guilty one ends."""
@@ -289,22 +279,11 @@ class Core:
         return True
 
     def _account(self, flight: Flight, c: Completion, useful: int) -> None:
-        rows = sum(lane.count for lane in flight.lanes)
         busy = c.h2d_ns + c.infer_ns + c.d2h_ns
-        begin = c.finished_ns - busy
-        framework = max(0, begin - max(self._device_ns, self._work_ns))
+        framework = max(0, c.finished_ns - busy - max(self._device_ns, self._work_ns))
         self._device_ns = c.finished_ns
-        self.counters[f"{flight.kind}_rows"] += rows
-        self.counters["padding_rows"] += rows - useful
-        if flight.kind == "prefill":
-            self.costs.prefill(rows, busy)
-            own = {lane.seq for lane in flight.lanes}
-            if any(seq.first_token_ns and not seq.prefilling and seq not in own for seq in self.running):
-                self.counters["prefill_interruptions"] += 1
-                self.counters["prefill_interruption_ns"] += busy
-        else:
-            self.costs.decode(flight.submodel, busy)
-        self._ended.append((c, times_of(flight, rows, useful, c, framework)))
+        note_costs(flight, busy, useful, self.costs, self.counters, self.running)
+        self._ended.append((c, times_of(flight, flight.rows, useful, c, framework)))
 
     def _end(
         self,
@@ -384,48 +363,11 @@ class Core:
         if not granted:
             return None
         granted.sort(key=lambda s: (s.last_plan, s.slot))
-        if self.options.speculation and (plan := self._guessing(granted)) is not None:
-            return plan
+        most = self.options.max_guesses if self.options.speculation else 0
+        if most and (made := launch_with_guesses(self._plans, granted, self.lanes, self._planner, self.costs, most)) is not None:
+            return self._fly(*made)
         choice = self._planner.decode([s.planned for s in granted])
         return self._launch("decode", choice, granted) if choice else None
-
-    def _guessing(self, granted: list[Sequence]) -> LaunchPlan | None:
-        """A decode launch in which lanes that would stay empty check guesses; None where there are none, or they do not pay."""
-        room = self._planner.most_lanes - len(granted)
-        found = [seq.guess(self.lanes.spare(seq, min(self.options.max_guesses, room))) if room > 0 else [] for seq in granted]
-        if not any(found):
-            return None
-        shares = [seq.acceptance.expected for seq in granted]
-        counts = best_guesses(shares, [len(some) for some in found], self._planner.buckets, self.costs)
-        guesses = [some[:count] for some, count in zip(found, counts, strict=True)]
-        if not any(guesses):
-            return None
-        pasts = [seq.planned + step for seq, found in zip(granted, guesses, strict=True) for step in range(1 + len(found))]
-        choice = self._planner.decode(pasts)
-        if choice is None or len(choice.lanes) < len(pasts):
-            return None
-        return self._check_guesses(choice, granted, guesses)
-
-    def _check_guesses(self, choice: Choice, granted: list[Sequence], guesses: list[list[int]]) -> LaunchPlan:
-        plan_id = self._plans
-        self._plans += 1
-        lanes: list[LaneInput] = []
-        refs: list[LaneRef] = []
-        known: list[tuple[Ids[int], Ids[int]]] = []
-        for seq, found in zip(granted, guesses, strict=True):
-            if not found:
-                lanes.append(seq.take(plan_id, len(lanes), 1))
-                refs.append(LaneRef(seq, seq.epoch, 1, seq.planned, emit=True))
-                known.append((seq.submit.prompt, seq.output))
-                continue
-            start = seq.planned
-            lanes += seq.take_guesses(plan_id, len(lanes), found)
-            for step in range(1 + len(found)):
-                refs.append(LaneRef(seq, seq.epoch, 1, start + step + 1, emit=True, guess=found[step - 1] if step else -1))
-                known.append((seq.submit.prompt, [*seq.output, *found[:step]]))
-        self._flights[plan_id] = Flight("decode", choice.submodel.key, tuple(refs))
-        self._last = "decode"
-        return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), tuple(known))
 
     def _may_run_ahead(self, seq: Sequence) -> bool:
         """A sampler with history can take one unknown id from the device, not two; a mask needs the id before it, unless it comes late."""
@@ -436,17 +378,19 @@ class Core:
         return len(seq.pending) < 2 or not seq.submit.sampling.needs_history
 
     def _launch(self, kind: Kind, choice: Choice, candidates: list[Sequence]) -> LaunchPlan:
-        plan_id = self._plans
-        self._plans += 1
-        lanes, refs = [], []
+        plan_id, lanes, refs = self._plans, [], []
         for lane, (index, count) in enumerate(choice.lanes):
             seq = candidates[index]
             lanes.append(seq.take(plan_id, lane, count))
             refs.append(LaneRef(seq, seq.epoch, count, seq.planned, lanes[-1].emit))
-        self._flights[plan_id] = Flight(kind, choice.submodel.key, tuple(refs))
-        self._last = kind
         known = tuple((ref.seq.submit.prompt, ref.seq.output) for ref in refs)
-        return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known)
+        return self._fly(Flight(kind, choice.submodel.key, tuple(refs)), LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known))
+
+    def _fly(self, flight: Flight, plan: LaunchPlan) -> LaunchPlan:
+        self._plans += 1
+        self._last = flight.kind
+        self._flights[plan.id] = flight
+        return plan
 
 
 def _taken(items: list[T]) -> tuple[T, ...]:

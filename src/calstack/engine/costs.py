@@ -104,7 +104,7 @@ def best_guesses(
         if lanes < len(found):
             continue
         counts = _spread(found, lanes - len(found))
-        rate = sum(expected(n) for expected, n in zip(shares, counts, strict=True)) / costs.decode_of(name, base)
+        rate = sum(expected(n) for expected, n in zip(shares, counts, strict=True)) / max(costs.decode_of(name, base), 1.0)
         if rate > 1.05 * most:
             best, most = counts, rate
     return best

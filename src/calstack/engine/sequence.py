@@ -36,9 +36,9 @@ class Sequence:
     """One request. `planned` and `done` count KV positions; every position below `planned` is in some submitted launch."""
 
     __slots__ = (
-        "_early", "acceptance", "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "drafting", "epoch", "first_token_ns", "hashed", "key",
-        "last_plan", "limit", "lookup", "mask", "order", "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo",
-        "started_ns", "stops", "submit", "target", "unmasked",
+        "_early", "acceptance", "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "drafting", "epoch",
+        "first_token_ns", "hashed", "key", "last_plan", "limit", "lookup", "mask", "order", "output", "pending", "phase",
+        "planned", "request", "restarts", "slot", "solo", "started_ns", "stops", "submit", "target", "unmasked",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int]) -> None:
