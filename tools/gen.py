@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +30,21 @@ def command_line() -> str:
         for name in COMMANDS:
             command = group.get_command(ctx, name)
             if command is not None:
-                parts += [f"## calstack {name}", _help_of(command, name, ctx)]
+                parts += [f"## calstack {name}", _help_of(command, name, ctx), *_helps_below(command, name, ctx)]
     return "\n\n".join(parts) + "\n"
+
+
+def _helps_below(command: click.Command, name: str, parent: click.Context) -> list[str]:
+    """The help of a group's commands."""
+    if not isinstance(command, click.Group):
+        return []
+    with click.Context(command, info_name=name, parent=parent) as ctx:
+        return [part for sub, found in command.commands.items() for part in (f"### calstack {name} {sub}", _help_of(found, sub, ctx))]
+
+
+def dashboard() -> str:
+    """The Grafana dashboard."""
+    return str(runpy.run_path("tools/dashboard.py")["dashboard"]())
 
 
 def schema(kind: type) -> str:
@@ -61,6 +75,7 @@ kv_memory = "2GiB"
 
 
 GENERATED: dict[Path, Callable[[], str]] = {
+    Path("deploy/grafana/calstack.json"): dashboard,
     REFERENCE / "cli.md": command_line,
     REFERENCE / "configuration.md": configuration,
     REFERENCE / "manifest.schema.json": lambda: schema(Manifest),

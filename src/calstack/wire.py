@@ -16,6 +16,9 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "CalbinInfo",
     "Cancel",
+    "ChipState",
+    "DeviceAnswer",
+    "DeviceCommand",
     "Drain",
     "EngineFailed",
     "EngineMessage",
@@ -91,7 +94,15 @@ class Stop(_Msg, frozen=True, kw_only=True):
     """Stop now."""
 
 
-ServerMessage = Submit | Cancel | StatsRequest | Drain | Stop
+class DeviceCommand(_Msg, frozen=True, kw_only=True):
+    """Something of the operations plane; answered by the DeviceAnswer with the same id. `value`: a power mode, a register's name."""
+
+    id: int
+    action: Literal["status", "reset", "dump", "power", "register"]
+    value: str = ""
+
+
+ServerMessage = Submit | Cancel | StatsRequest | DeviceCommand | Drain | Stop
 
 
 # --- engine → server ---------------------------------------------------------------------------------------------------------
@@ -184,7 +195,10 @@ class StepOutput(_Msg, frozen=True, kw_only=True):
 
 
 class EngineStats(_Msg, frozen=True, kw_only=True):
-    """A snapshot; counters since start, gauges now. `times_s` are the step ledger's labels (invariant 6)."""
+    """A snapshot; counters since start, gauges now. `times_s` are the step ledger's labels (invariant 6).
+
+    `counters` are named freely; the server gives some of them metrics of their own (server/enginemetrics.py).
+    """
 
     lanes_used: int
     queued_requests: int
@@ -199,10 +213,33 @@ class EngineStats(_Msg, frozen=True, kw_only=True):
     counters: dict[str, int]
 
 
+class ChipState(_Value, frozen=True, kw_only=True):
+    """Memory of one chip now, bytes (see devices.base.ChipMemory)."""
+
+    id: int
+    used_bytes: int
+    total_bytes: int
+    parameter_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    buffer_bytes: int
+
+
+class DeviceAnswer(_Msg, frozen=True, kw_only=True):
+    """The end of a DeviceCommand: `error`, or the device's state; `text` is the dump's path, the power mode or the register's value."""
+
+    id: int
+    error: ErrorValue | None = None
+    device: str = ""
+    status: str = ""
+    chips: tuple[ChipState, ...] = ()
+    text: str = ""
+
+
 class EngineFailed(_Msg, frozen=True, kw_only=True):
     """The engine cannot go on; it exits after this."""
 
     error: ErrorValue
 
 
-EngineMessage = Ready | StepOutput | EngineStats | EngineFailed
+EngineMessage = Ready | StepOutput | EngineStats | DeviceAnswer | EngineFailed

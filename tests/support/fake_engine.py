@@ -38,6 +38,7 @@ class Rules:
     context: int = 512
     ready_after_s: float = 0.0
     fail_start: str = ""
+    reset_s: float = 0.0
     crash_file: str = ""
     crash_always: bool = False
     log_file: str = ""
@@ -51,6 +52,7 @@ class FakeEngine:
         self.lanes = asyncio.Semaphore(rules.lanes)
         self.running = 0
         self.started = 0
+        self.background: set[asyncio.Task[None]] = set()
 
     def send(self, message: Any) -> None:
         body = msgspec.msgpack.encode(message)
@@ -83,6 +85,8 @@ class FakeEngine:
                     self.cancel(message.request)
                 case wire.StatsRequest():
                     self.send(self.stats())
+                case wire.DeviceCommand():
+                    self.background.add(asyncio.create_task(self.command(message)))
                 case wire.Stop() | wire.Drain():
                     return
 
@@ -98,6 +102,23 @@ class FakeEngine:
             lanes_used=self.running, queued_requests=waiting, queued_tokens=0, running=self.running, kv_blocks_used=self.running,
             kv_blocks_total=64, kv_wait_ms=0.0, dram_used_bytes=(4096,), device_status=0, times_s={"infer": 1.0}, counters={"steps": 3},
         )  # fmt: skip
+
+    async def command(self, command: wire.DeviceCommand) -> None:
+        """The fake device has no power modes and one register; a reset takes a while."""
+        self.note("command", action=command.action, value=command.value)
+        if command.action == "power":
+            error = wire.ErrorValue(kind="UnsupportedError", message="this device has no power modes")
+            self.send(wire.DeviceAnswer(id=command.id, error=error))
+            return
+        if command.action == "reset":
+            await asyncio.sleep(self.rules.reset_s)
+        if command.action == "dump":
+            self.die()
+        chip = wire.ChipState(
+            id=0, used_bytes=4096, total_bytes=1 << 20, parameter_bytes=4096, kv_bytes=0, activation_bytes=0, buffer_bytes=0
+        )
+        text = "7" if command.action == "register" else ""
+        self.send(wire.DeviceAnswer(id=command.id, device="fake", status="ready", chips=(chip,), text=text))
 
     def cancel(self, request: str) -> None:
         self.note("cancel", request=request, known=request in self.tasks)

@@ -17,7 +17,7 @@ import httpx
 import openai
 import uvloop
 
-from calstack.server.config import AccessConfig, EngineConfig, LimitsConfig, ListenConfig, ServeConfig
+from calstack.server.config import AccessConfig, EngineConfig, LimitsConfig, ListenConfig, LogConfig, OpsConfig, ServeConfig, TraceConfig
 from calstack.server.context import Context
 from calstack.server.main import Started, StopSwitch, run
 from tests.support.fake_engine import Rules
@@ -77,7 +77,9 @@ class LiveServer:
 @contextlib.contextmanager
 def live_server(
     directory: Path, *, template: str | None = TEMPLATE, generation: dict[str, Any] | None = None, wait: bool = True, grace_s: float = 5.0,
-    limits: LimitsConfig | None = None, access: AccessConfig | None = None, **rules: Any,
+    limits: LimitsConfig | None = None, access: AccessConfig | None = None,
+    ops: OpsConfig | None = None, listen: ListenConfig | None = None, runtime_dir: Path | None = None,
+    trace: TraceConfig | None = None, log: LogConfig | None = None, **rules: Any,
 ) -> Iterator[LiveServer]:  # fmt: skip
     """Start, yield, stop and check that the server went down in order."""
     calbin = write_calbin(directory, template=template, generation=generation)
@@ -93,7 +95,11 @@ def live_server(
     config = ServeConfig(
         calbin=calbin,
         grace_s=grace_s,
-        listen=ListenConfig(port=0),
+        listen=listen or ListenConfig(port=0),
+        ops=ops or OpsConfig(),
+        runtime_dir=runtime_dir,
+        trace=trace or TraceConfig(),
+        log=log or LogConfig(),
         limits=limits or LimitsConfig(),
         access=access or AccessConfig(),
         engine=EngineConfig(command=command, restarts=2),

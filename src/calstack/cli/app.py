@@ -32,6 +32,8 @@ COMMANDS = {
     "verify": ("calstack.cli.artifact:verify", "Check a calbin's files and golden outputs on a device."),
     "run": ("calstack.cli.run:run", "Answer a prompt in the terminal, or chat."),
     "serve": ("calstack.cli.serve:serve", "Serve a calbin over HTTP."),
+    "ops": ("calstack.cli.ops:ops", "Look at a running server and act on it."),
+    "audit": ("calstack.cli.ops:audit", "Check an audit log."),
     "replay": ("calstack.cli.replay:replay", "Run recorded launches again, bit for bit."),
     "profile": ("calstack.bench.profile:profile", "Show where one launch's time goes, call by call."),
     "bench": ("calstack.bench.cli:bench", "Measure a calbin's speed, in turn with peers."),

@@ -186,10 +186,9 @@ def _kind_text(leaf: Leaf) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    tails = {full.rsplit(".", 1)[-1]: full for full in reversed(known)}
-    close = difflib.get_close_matches(name, known, 1, 0.6) or [
-        tails[tail] for tail in difflib.get_close_matches(name.rsplit(".", 1)[-1], tails, 1, 0.6)
-    ]
+    tails, last = {full.rsplit(".", 1)[-1]: full for full in reversed(known)}, name.rsplit(".", 1)[-1]
+    close = [tails[last]] if last in tails else difflib.get_close_matches(name, known, 1, 0.6)
+    close = close or [tails[tail] for tail in difflib.get_close_matches(last, tails, 1, 0.6)]
     return f"did you mean {close[0]}?" if close else "see docs/reference/configuration.md"
 
 

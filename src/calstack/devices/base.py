@@ -10,7 +10,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from calstack.errors import DeviceRetryable
 from calstack.specs import DrawKey, SamplingParams
@@ -27,6 +27,7 @@ __all__ = [
     "ChipMemory",
     "Completion",
     "Device",
+    "DeviceControls",
     "DeviceInfo",
     "DeviceStatus",
     "KVMove",
@@ -295,4 +296,21 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Stop threads and free everything; idempotent."""
+        ...
+
+
+@runtime_checkable
+class DeviceControls(Protocol):
+    """What a device may offer an operator beside the contract; one that has none of it does not implement this."""
+
+    def power_modes(self) -> tuple[str, ...]:
+        """Names of the power modes; empty when there is no choice."""
+        ...
+
+    def set_power_mode(self, mode: str) -> None:
+        """Take one of `power_modes()`. Raises DeviceError when the device refuses."""
+        ...
+
+    def read_register(self, name: str) -> int:
+        """A register's value now. Raises UsageError for a name that the device does not have; there is no writing."""
         ...

@@ -284,6 +284,10 @@ class Core:
         self.counters["padding_rows"] += rows - useful
         if flight.kind == "prefill":
             self.costs.prefill(rows, busy)
+            own = {lane.seq for lane in flight.lanes}
+            if any(seq.first_token_ns and not seq.prefilling and seq not in own for seq in self.running):
+                self.counters["prefill_interruptions"] += 1
+                self.counters["prefill_interruption_ns"] += busy
         else:
             self.costs.decode(flight.submodel, busy)
         self._ended.append((c, times_of(flight, rows, useful, c, framework)))

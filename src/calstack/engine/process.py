@@ -12,15 +12,17 @@ import selectors
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 from calstack.engine.assemble import calbin_info
+from calstack.engine.controls import Controls
 from calstack.engine.core import CoreEvent
 from calstack.engine.driver import Driver
 from calstack.engine.link import ServerLink
 from calstack.engine.result import StepResult, error_value
 from calstack.errors import CalstackError
-from calstack.wire import Drain, EngineFailed, Ready, ServerMessage, StatsRequest, StepOutput, Stop
+from calstack.wire import DeviceCommand, Drain, EngineFailed, Ready, ServerMessage, StatsRequest, StepOutput, Stop
 
 __all__ = ["EngineProcess"]
 
@@ -32,10 +34,11 @@ _POLL_S = 0.002  # longest wait inside a device that has no event descriptor
 class EngineProcess:
     """Serves one connection until it is told to stop, has drained, or the server is gone."""
 
-    def __init__(self, driver: Driver, link: ServerLink, *, dump: Callable[[str], None] | None = None) -> None:
+    def __init__(self, driver: Driver, link: ServerLink, *, dump: Callable[[str], Path | None] | None = None) -> None:
         """`dump` writes the flight recorder down: when the device is lost, when a launch fails for good, and on SIGUSR1."""
         self._dump, self._dump_wanted, self._failures = dump, False, 0
         self._driver, self._link = driver, link
+        self._controls = Controls(driver.runtime, dump)
         self._selector = selectors.DefaultSelector()
         self._event_fd = driver.runtime.device.event_fd()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -111,6 +114,9 @@ class EngineProcess:
                 self._link.send(StepOutput(tokens=result.tokens, launches=tuple(times for _, times in result.ended)))
             if any(isinstance(message, StatsRequest) for message in messages):
                 self._link.send(self._driver.stats())
+            for message in messages:
+                if isinstance(message, DeviceCommand):
+                    self._link.send(self._controls.run(message))
             self._dump_if_due()
             if self._over():
                 return
@@ -122,7 +128,7 @@ class EngineProcess:
         for message in messages:
             if isinstance(message, Stop):
                 self._stopping = True
-            elif not isinstance(message, StatsRequest):
+            elif not isinstance(message, (StatsRequest, DeviceCommand)):
                 events.append(message)
         if self._terms and not self._driver.core.draining:
             events.append(Drain())

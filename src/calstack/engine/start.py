@@ -57,9 +57,9 @@ def run_engine(
     return code
 
 
-def _dump(driver: Driver, calbin: Path, directory: DumpDirectory, reason: str) -> None:
+def _dump(driver: Driver, calbin: Path, directory: DumpDirectory, reason: str) -> Path | None:
     name = driver.runtime.device.info().name
-    directory.write(dumped(driver.runtime.recorder.records(), calbin=str(calbin.resolve()), device=name, reason=reason))
+    return directory.write(dumped(driver.runtime.recorder.records(), calbin=str(calbin.resolve()), device=name, reason=reason))
 
 
 def _failed(link: ServerLink, error: CalstackError) -> int:

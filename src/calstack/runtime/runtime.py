@@ -162,6 +162,21 @@ class Runtime:
             raise completion.error
         return completion
 
+    def reset(self, cause: DeviceError) -> None:
+        """Reset the device; `collect` then gives DeviceWasReset. Raises DeviceFatal when it goes on failing."""
+        self.resets += 1
+        lost = [*self._void, *(_ticket(flight) for flight in self._flying)]
+        self._waiting.clear()
+        self._flying.clear()
+        self._void.clear()
+        self._tickets.clear()
+        self._sampled.clear()
+        self._reset_device()
+        for ticket in lost:
+            with contextlib.suppress(DeviceError):  # a device may have forgotten it
+                self.device.poll(ticket)
+        self._events.append(DeviceWasReset(cause))
+
     def memory(self) -> tuple[ChipMemory, ...]:
         """Bytes per chip right now."""
         return self.device.memory()
@@ -289,20 +304,9 @@ class Runtime:
     def _reset(self, cause: DeviceError) -> None:
         """Reset the device; every launch is lost. Raises DeviceFatal when resets do not help."""
         self._resets += 1
-        self.resets += 1
         if self._resets > self._options.max_resets:
             raise DeviceFatal(f"{self._options.max_resets} resets in a row did not help: {cause.what}", where=cause.where)
-        lost = [*self._void, *(_ticket(flight) for flight in self._flying)]
-        self._waiting.clear()
-        self._flying.clear()
-        self._void.clear()
-        self._tickets.clear()
-        self._sampled.clear()
-        self._reset_device()
-        for ticket in lost:
-            with contextlib.suppress(DeviceError):  # a device may have forgotten it
-                self.device.poll(ticket)
-        self._events.append(DeviceWasReset(cause))
+        self.reset(cause)
 
     def _reset_device(self) -> None:
         """Reset, and try again when that fails; DeviceFatal when it goes on failing."""

@@ -106,7 +106,9 @@ class _Edge:
                 await visit.send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
                 await visit.send({"type": "http.response.body", "body": b""})
                 return
-            self._context.access.check(scope["path"], scope["headers"])
+            scope["calstack.account"] = account = self._context.access.check(scope["path"], scope["headers"])
+            if account is not None:
+                scope["calstack.log"]["key"] = account.name
             await self._inner(scope, receive, visit.send)
         except Exception as error:  # noqa: BLE001  # the one place that answers errors
             await self._answer(error, visit, scope["path"])
@@ -130,14 +132,20 @@ class _Edge:
         route = getattr(scope.get("route"), "path", "other")
         self._context.metrics.answered(route, visit.status or _CLIENT_LEFT)
         fields = {"request_id": visit.shown, "method": scope["method"], "route": route, "status": visit.status, "ms": visit.ms()}
-        logger.info("request", extra=fields | scope["calstack.log"])
+        fields |= scope["calstack.log"]
+        if (traces := self._context.traces) is not None:
+            began, choices = visit.began_ns, scope.get("calstack.choices", ())
+            fields["trace_id"] = traces.record(
+                headers=scope["headers"], began_ns=began, ended_ns=time.time_ns(), fields=fields, choices=choices
+            )
+        logger.info("request", extra=fields)
 
 
 class _Visit:
     """One request at the edge: its id, and what has been sent."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        self._send, self._began = send, time.monotonic()
+        self._send, self._began, self.began_ns = send, time.monotonic(), time.time_ns()
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         scope["app"] = self  # makes Starlette raise HTTPException instead of answering in plain text

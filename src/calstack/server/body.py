@@ -22,7 +22,7 @@ _PATH = re.compile(r" - at `(?:key in )?([^`]*)`$")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
 
 
-async def read_body(request: Request, limit: int, seconds: float = 30.0) -> bytes:
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
     """The whole body.
 
     Raises:

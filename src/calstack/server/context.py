@@ -13,6 +13,7 @@ from calstack.server.journal import Journal
 from calstack.server.metrics import Metrics
 from calstack.server.model import ServedModel
 from calstack.server.supervisor import EngineState, Supervisor
+from calstack.server.traces import Traces
 from calstack.wire import CalbinInfo
 
 __all__ = ["Context"]
@@ -31,6 +32,7 @@ class Context:
     pool: concurrent.futures.ThreadPoolExecutor
     """Threads for templates and tokenising."""
     access: Access
+    traces: Traces | None = None
     draining: bool = False
 
     def ready(self) -> CalbinInfo:

@@ -14,6 +14,8 @@ __all__ = [
     "Answer",
     "AuthenticationError",
     "BodyTooLargeError",
+    "ConflictError",
+    "ForbiddenError",
     "InternalError",
     "MethodError",
     "NotFoundError",
@@ -29,6 +31,14 @@ class NotFoundError(errors.RequestError):
 
 class AuthenticationError(errors.RequestError):
     """No valid API key (401)."""
+
+
+class ForbiddenError(errors.RequestError):
+    """Known, but not allowed to (403)."""
+
+
+class ConflictError(errors.RequestError):
+    """Something else is being done (409)."""
 
 
 class SlowBodyError(errors.RequestError):
@@ -61,6 +71,8 @@ _RULES: tuple[tuple[type[CalstackError], int, str], ...] = (
     (errors.ContextSizeError, 400, "exceed_context_size_error"),
     (NotFoundError, 404, "not_found_error"),
     (AuthenticationError, 401, "authentication_error"),
+    (ForbiddenError, 403, "permission_error"),
+    (ConflictError, 409, "conflict_error"),
     (SlowBodyError, 408, "timeout_error"),
     (MethodError, 405, "invalid_request_error"),
     (BodyTooLargeError, 413, "invalid_request_error"),

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from calstack.errors import CalstackError, RequestError, UnavailableError
+from calstack.server.accounts import Account
 from calstack.server.body import decode, read_body
 from calstack.server.choice import Delta, End
 from calstack.server.context import Context
@@ -27,6 +28,7 @@ from calstack.text.thoughts import ThoughtMeter
 __all__ = ["Endpoint", "Plan", "request_id_of", "send_json"]
 
 _GRAMMAR_S = 10.0
+_LOGGED_BYTES = 1 << 16
 _INLINE_BYTES = 1 << 16  # larger bodies are decoded off the event loop
 
 
@@ -72,14 +74,20 @@ class Endpoint:
         self._context.ready()
         limits = self._context.config.limits
         body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
+        if self._context.config.log.prompts:
+            scope["calstack.log"]["body"] = body[:_LOGGED_BYTES].decode("utf-8", "replace")
         plan = self._understand(self._context, await self._decode(body), request_id)
-        with Generation(self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs) as generation:
+        account: Account | None = scope["calstack.account"]
+        with Generation(
+            self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs, account=account
+        ) as generation:
             async with _watching(receive, generation.client_left):
                 try:
                     await self._begin(plan, generation)
                     await _Answer(self._context, plan, generation, send).run()
                 finally:
                     scope["calstack.log"] |= generation.summary()
+                    scope["calstack.choices"] = generation.traces
 
     async def _decode(self, body: bytes) -> Any:
         def work() -> Any:

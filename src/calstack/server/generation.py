@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Self
 
 from calstack.errors import CancelledError, RequestError
+from calstack.server.accounts import Account
 from calstack.server.admission import Place
 from calstack.server.choice import Choice, Delta, End
 from calstack.server.context import Context
 from calstack.server.params import Generate, output_limit
+from calstack.server.traces import ChoiceTrace
 from calstack.text.thoughts import ThoughtMeter
 from calstack.wire import Submit
 
@@ -33,9 +35,19 @@ class Generation:
     Use as a context manager: leaving it cancels what has not ended, so that an error or a client that left frees its lanes.
     """
 
-    def __init__(self, context: Context, request_id: str, generate: Generate, *, arrival: float, top_logprobs: int = -1) -> None:
+    def __init__(
+        self,
+        context: Context,
+        request_id: str,
+        generate: Generate,
+        *,
+        arrival: float,
+        top_logprobs: int = -1,
+        account: Account | None = None,
+    ) -> None:
         self._context, self._request_id, self._generate = context, request_id, generate
         self._arrival, self._top_logprobs = arrival, top_logprobs
+        self._account, self._hold = account, None if account is None else account.begin()
         self.grammar = ""
         """What every answer must match (see Submit.grammar)."""
         self.meter: Callable[[int], ThoughtMeter | None] = lambda _: None
@@ -47,7 +59,9 @@ class Generation:
         self._prompts: list[PromptSpec] = []
         self._choices: list[Choice] = []
         self._pending: list[Delta] = []
+        self._told: dict[int, float] = {}  # when a choice gave something last
         self.ends: dict[int, End] = {}
+        self.traces: list[ChoiceTrace] = []
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
         self._last = arrival
@@ -58,10 +72,14 @@ class Generation:
 
     def __exit__(self, *exc: object) -> None:
         self.cancel()
+        if self.ends:
+            self._context.metrics.request_ended(max(end.completion_tokens for end in self.ends.values()))
         started = {id(place) for prompt in self._prompts for place in prompt.places} if self._choices else set()
         for place in self._places:  # those whose choice was never given to the engine; the others are released at its end
             if id(place) not in started:
                 self._context.admission.release(place)
+        if self._hold is not None:
+            self._hold.end(sum(len(prompt.ids) for prompt in self._prompts) + sum(end.completion_tokens for end in self.ends.values()))
 
     # --- before the engine ------------------------------------------------------------------------------------------------------
 
@@ -91,6 +109,8 @@ class Generation:
             limit = output_limit(len(ids), self._generate.max_tokens, context_size)
             n = self._generate.choices
             places = self._places[number * n : (number + 1) * n]
+            if self._hold is not None:
+                self._hold.take(len(ids) + n * limit)
             self._context.admission.hold_tokens(places, len(ids))
             self._prompts.append(PromptSpec(ids, limit, places))
 
@@ -121,7 +141,14 @@ class Generation:
     # --- with the engine --------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Give every choice to the engine."""
+        """Give every choice to the engine.
+
+        Raises:
+            CancelledError: when the client has left meanwhile.
+        """
+        if self._gone:
+            raise CancelledError("the client left")
+        self._context.metrics.asked(choices=self._generate.choices, max_tokens=max(prompt.limit for prompt in self._prompts))
         for number, prompt in enumerate(self._prompts):
             for draw, place in enumerate(prompt.places):
                 self._start_one(number * self._generate.choices + draw, draw, prompt, place)
@@ -136,7 +163,7 @@ class Generation:
         timer = asyncio.get_running_loop().call_later(silence_s, self._quiet, silence_s)
         try:
             while open_choices:
-                if not self._pending:
+                if not (self._pending or self._gone):
                     await self._wait()
                 if self._gone:
                     raise CancelledError("the client left")
@@ -210,6 +237,7 @@ class Generation:
             cache_salt=generate.cache_salt,
             cache_prompt=generate.cache_prompt,
             grammar=self.grammar,
+            key=self._account.name if self._account is not None else "",
         )
 
     def _close_thought(self, choice: Choice) -> None:
@@ -228,16 +256,21 @@ class Generation:
 
     def _take(self, delta: Delta, prompt: PromptSpec, place: Place) -> None:
         if delta.end is not None:
-            self._ended(delta.end, prompt, place)
+            self._ended(delta.index, delta.end, prompt, place)
             self.ends[delta.index] = delta.end
         self._pending.append(delta)
         self._wake()
+        if (last := self._told.get(delta.index)) is not None and delta.text:
+            self._context.metrics.next_text(self._last - last)
+        self._told[delta.index] = self._last
 
-    def _ended(self, end: End, prompt: PromptSpec, place: Place) -> None:
+    def _ended(self, index: int, end: End, prompt: PromptSpec, place: Place) -> None:
         usage = end.usage
+        reason = end.reason or ("cancelled" if end.cancelled else "error")
+        self.traces.append(ChoiceTrace(index, reason, end.completion_tokens, usage, time.time_ns()))
         self._context.admission.release(place, (usage.prefill_ms + usage.decode_ms) / 1e3 if usage else None)
         self._context.metrics.ended(
-            end.reason or ("cancelled" if end.cancelled else "error"),
+            reason,
             prompt=len(prompt.ids),
             output=end.completion_tokens,
             usage=usage,

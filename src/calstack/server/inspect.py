@@ -100,7 +100,8 @@ class ApplyTemplate(_Asked):
     """POST /apply-template: the prompt of a chat body."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # ASGI
-        body = await read_body(Request(scope, receive), self._context.config.limits.max_body_bytes)
+        limits = self._context.config.limits
+        body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
         await send_json(send, 200, await asyncio.get_running_loop().run_in_executor(self._context.pool, lambda: self._answer(body)))
 
     def _work(self, body: bytes) -> ChatWork:

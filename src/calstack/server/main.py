@@ -9,26 +9,34 @@ import dataclasses
 import logging
 import signal
 import socket
-from collections.abc import Callable, Generator
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import click
 import prometheus_client
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
-from calstack.errors import UsageError
 from calstack.server.access import Access
 from calstack.server.admission import Admission
 from calstack.server.app import build_app
-from calstack.server.config import ListenConfig, ServeConfig
+from calstack.server.config import ServeConfig
 from calstack.server.context import Context
 from calstack.server.journal import Journal
+from calstack.server.launch import runtime_directory
+from calstack.server.listen import HttpServer, http_config, public_socket, tls_context, url_of
 from calstack.server.log import logging_to_stderr
 from calstack.server.metrics import Metrics
 from calstack.server.model import load_model
-from calstack.server.protocol import GuardedProtocol
+from calstack.server.ops.audit import AuditLog
+from calstack.server.ops.gate import Gate
+from calstack.server.ops.listen import ops_server, ops_sockets
+from calstack.server.ops.plane import OpsPlane
+from calstack.server.protocol import Bounds, bounded
 from calstack.server.supervisor import EngineState, Supervisor
+from calstack.server.switch import StopSwitch
+from calstack.server.traces import open_traces
 from calstack.wire import CalbinInfo, LaunchTimes
 
 __all__ = ["Started", "StopSwitch", "run", "serve"]
@@ -36,7 +44,6 @@ __all__ = ["Started", "StopSwitch", "run", "serve"]
 logger = logging.getLogger(__name__)
 
 _TEXT_THREADS = 2
-_CLOSE_S = 2  # for the last bytes of answers, after every choice has ended
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,17 +52,6 @@ class Started:
 
     url: str
     context: Context
-
-
-class StopSwitch:
-    """Pressed once: drain. Pressed twice: now."""
-
-    def __init__(self) -> None:
-        self.drain, self.now = asyncio.Event(), asyncio.Event()
-
-    def press(self) -> None:
-        """Call on the event loop."""
-        (self.now if self.drain.is_set() else self.drain).set()
 
 
 def serve(config: ServeConfig) -> int:
@@ -98,26 +94,62 @@ async def run(
     config.check()
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # a series per counter that no dashboard reads
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_bind(config.listen))
+        tls = tls_context(config.listen)
+        listener = stack.enter_context(public_socket(config.listen))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "text"))
-        context = await _build(config, pool)
-        started = Started(_url(config.listen, listener), context)
+        directory = stack.enter_context(runtime_directory(config.runtime_dir))
+        context = await _build(config, pool, directory)
+        started = Started(url_of(config.listen, listener), context)
+        public = HttpServer(_public(context, tls))
+        servers = [(public, [listener])]
+        if config.ops.enabled:
+            servers.append(stack.enter_context(_operations(context, switch, directory)))
         context.supervisor.start()
-        server = _Server(_uvicorn(build_app(context)))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        if on_listening is not None:
-            on_listening(started)
-        try:
-            await _until_stopped(context, switch, lambda: on_ready(started))
-        finally:
-            await _drain(context, switch, config.grace_s)
-            server.stop.set()
-            await serving
+        async with _serving(servers):
+            if on_listening is not None:
+                on_listening(started)
+            try:
+                await _until_stopped(context, switch, lambda: on_ready(started))
+            finally:
+                await _drain(context, switch, config.grace_s)
+        if context.traces is not None:
+            await asyncio.to_thread(context.traces.close)
     if context.supervisor.error is not None and not switch.drain.is_set():
         raise context.supervisor.error
 
 
-async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecutor) -> Context:
+@contextlib.asynccontextmanager
+async def _serving(servers: list[tuple[HttpServer, list[socket.socket]]]) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(server.serve(sockets=sockets)) for server, sockets in servers]
+    try:
+        yield
+    finally:
+        for server, _ in servers:
+            server.stop.set()
+        await asyncio.gather(*tasks)
+
+
+def _public(context: Context, tls: ssl.SSLContext | None) -> uvicorn.Config:
+    listen, limits = context.config.listen, context.config.limits
+    bounds = Bounds(limits.max_head_bytes, limits.max_head_fields, limits.head_timeout_s, limits.write_timeout_s)
+    app = build_app(context)
+    return http_config(app, bounded(bounds), connections=listen.max_connections, idle_s=limits.idle_timeout_s, tls=tls)
+
+
+@contextlib.contextmanager
+def _operations(context: Context, switch: StopSwitch, directory: Path) -> Iterator[tuple[HttpServer, list[socket.socket]]]:
+    config = context.config.ops
+    gate = Gate(config)
+    with (
+        contextlib.closing(AuditLog(config.audit_file or directory / "audit.jsonl")) as audit,
+        ops_sockets(config, directory, others=gate.others) as sockets,
+    ):
+        names = [str(found.getsockname()) for found in sockets]
+        logger.info("operations plane", extra={"sockets": names, "audit": str(audit.path), "records": audit.chain.records})
+        yield ops_server(OpsPlane(context, gate, audit, switch)), sockets
+
+
+async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecutor, directory: Path) -> Context:
     limits = config.limits
     admission = Admission(lanes=1, max_requests=limits.max_queued_requests, max_tokens=limits.max_queued_tokens)
     journal = Journal()
@@ -128,12 +160,12 @@ async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecuto
     def ready(info: CalbinInfo) -> None:
         admission.lanes = info.max_lanes
 
-    supervisor = Supervisor(config, journal, on_launches=launched, on_ready=ready)
+    supervisor = Supervisor(config, journal, on_launches=launched, on_ready=ready, directory=directory)
     access = Access(config.access)
     model = await asyncio.get_running_loop().run_in_executor(
         pool, lambda: load_model(config.calbin, config.model, template_seconds=limits.template_seconds)
     )
-    metrics = Metrics(admission, lambda: supervisor.stats, lambda: _device_status(supervisor), model.id)
+    metrics = Metrics(admission, lambda: supervisor.stats, lambda: _device_status(supervisor), model.id, lambda: access.refused)
     return Context(
         config=config,
         model=model,
@@ -143,6 +175,7 @@ async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecuto
         metrics=metrics,
         pool=pool,
         access=access,
+        traces=open_traces(config.trace, model.id),
     )
 
 
@@ -178,53 +211,11 @@ async def _drain(context: Context, switch: StopSwitch, grace_s: float) -> None:
     await context.supervisor.stop()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers and without its ten wake-ups a second."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.stop = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.stop.wait()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-def _uvicorn(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=GuardedProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=_CLOSE_S,
-    )
-
-
-def _bind(listen: ListenConfig) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server((listen.host, listen.port), family=family, backlog=2048)
-    except OSError as error:
-        where = f"{listen.host}:{listen.port}"
-        raise UsageError(f"cannot listen: {error.strerror}", where=where, remedy="take another --host or --port") from error
-
-
-def _url(listen: ListenConfig, listener: socket.socket) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(listen.host, listen.host)  # noqa: S104  # nothing is bound here
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-
-
 def _announce(started: Started) -> None:
     info = started.context.supervisor.info
     device = info.device if info else ""
     click.echo(f"calstack serves {started.context.model.id} on {device} at {started.url} (ctrl-c ends it)")
     body = '{"messages": [{"role": "user", "content": "Name the capital of France."}], "temperature": 0}'
-    click.echo(f"curl {started.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    socket_path = started.context.config.listen.uds
+    where = f"{started.url}" if socket_path is None else f"--unix-socket {socket_path} http://localhost"
+    click.echo(f"curl {where}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")

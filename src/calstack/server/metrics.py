@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from calstack.server.admission import Admission
 from calstack.server.dashboards import Dashboards
+from calstack.server.enginemetrics import engine_metrics
 from calstack.wire import EngineStats, LaunchTimes, Usage
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
@@ -28,10 +29,17 @@ class Metrics:
         admission: counts of what waits.
         stats: the engine's last snapshot; None before the first.
         device_status: index in DeviceStatus, -1 while no engine is ready.
+        model: name of the served model.
+        key_refused: requests refused because of their key's limits.
     """
 
     def __init__(
-        self, admission: Admission, stats: Callable[[], EngineStats | None], device_status: Callable[[], int], model: str = ""
+        self,
+        admission: Admission,
+        stats: Callable[[], EngineStats | None],
+        device_status: Callable[[], int],
+        model: str = "",
+        key_refused: Callable[[], int] = lambda: 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self.started = time.time()
@@ -58,8 +66,10 @@ class Metrics:
         self._ttft = Histogram("calrt_ttft_ms", "From arrival to the first token, ms", buckets=_LONG_MS, registry=self.registry)
         self._queue = Histogram("calrt_queue_ms", "Time a choice waited for a lane, ms", buckets=_LONG_MS, registry=self.registry)
         self._tpot = Histogram("calrt_tpot_ms", "Time per output token after the first, ms", buckets=_MS, registry=self.registry)
+        self._hits = Counter("calrt_prefix_hits", "Choices whose prompt began in the prefix cache", registry=self.registry)
         self._dashboards = Dashboards(self.registry, model, admission, stats)
-        self.registry.register(_Now(admission, stats, device_status))
+        self.registry.register(_Now(admission, stats, device_status, key_refused, self._dashboards.labels))
+        ProcessCollector(registry=self.registry)
 
     def launches(self, launches: Sequence[LaunchTimes]) -> None:
         """Observe completed launches."""
@@ -88,6 +98,18 @@ class Metrics:
         self._ttft.observe(seconds * 1e3)
         self._dashboards.first_token(seconds)
 
+    def asked(self, *, choices: int, max_tokens: int) -> None:
+        """Observe what a request asks for."""
+        self._dashboards.asked(choices=choices, max_tokens=max_tokens)
+
+    def next_text(self, seconds: float) -> None:
+        """Observe the time between two pieces of a choice."""
+        self._dashboards.next_text(seconds)
+
+    def request_ended(self, longest: int) -> None:
+        """Observe the output tokens of a request's longest choice."""
+        self._dashboards.request_ended(longest)
+
     def ended(self, reason: str, *, prompt: int, output: int, usage: Usage | None, seconds: float) -> None:
         """Count an ended choice that took `seconds` from arrival."""
         self._dashboards.ended(reason, prompt=prompt, output=output, usage=usage, seconds=seconds)
@@ -96,6 +118,7 @@ class Metrics:
         self._output.inc(output)
         if usage is not None:
             self._cached.inc(usage.cached_tokens)
+            self._hits.inc(usage.cached_tokens > 0)
             self._queue.observe(usage.queue_ms)
         if usage is not None and output > 1:
             self._tpot.observe(usage.decode_ms / (output - 1))
@@ -108,42 +131,26 @@ class Metrics:
 class _Now(Collector):
     """Gauges and engine counters, read at the scrape."""
 
-    def __init__(self, admission: Admission, stats: Callable[[], EngineStats | None], device_status: Callable[[], int]) -> None:
-        self._admission, self._stats, self._device_status = admission, stats, device_status
+    def __init__(
+        self,
+        admission: Admission,
+        stats: Callable[[], EngineStats | None],
+        device_status: Callable[[], int],
+        key_refused: Callable[[], int],
+        labels: dict[str, str],
+    ) -> None:
+        self._admission, self._stats, self._device_status, self._key_refused = admission, stats, device_status, key_refused
+        self._labels = labels
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        stats, admission = self._stats(), self._admission
+        admission = self._admission
         yield GaugeMetricFamily("calrt_requests_in_flight", "Accepted choices that have not ended", value=admission.in_flight)
         yield GaugeMetricFamily("calrt_queued_requests", "Accepted choices beyond those that can run", value=admission.waiting)
         yield GaugeMetricFamily("calrt_queued_tokens", "Prompt tokens of choices without a first token", value=admission.waiting_tokens)
         yield CounterMetricFamily("calrt_refused", "Choices refused because the queue was full", value=admission.refused)
+        yield CounterMetricFamily("calrt_key_refused", "Requests refused because their API key had its limit", value=self._key_refused())
         yield GaugeMetricFamily("calrt_device_status", "Index of the device's status; -1 without an engine", value=self._device_status())
-        yield GaugeMetricFamily("calrt_kv_used_batches", "Lanes that hold a request", value=stats.lanes_used if stats else 0)
-        yield GaugeMetricFamily("calrt_kv_allocation_wait_ms", "Longest wait for KV blocks now, ms", value=stats.kv_wait_ms if stats else 0)
-        yield _by_chip(stats.dram_used_bytes if stats else ())
-        if stats is not None:
-            yield from _of_engine(stats)
-
-
-def _by_chip(used: tuple[int, ...]) -> Metric:
-    family = GaugeMetricFamily("calrt_device_dram_used_bytes", "Device memory in use, bytes", labels=["chip"])
-    for chip, value in enumerate(used or (0,)):
-        family.add_metric([str(chip)], value)
-    return family
-
-
-def _of_engine(stats: EngineStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily("calrt_running_requests", "Choices that hold a lane", value=stats.running)
-    yield GaugeMetricFamily("calrt_kv_used_blocks", "KV blocks in use", value=stats.kv_blocks_used)
-    yield GaugeMetricFamily("calrt_kv_total_blocks", "KV blocks", value=stats.kv_blocks_total)
-    times = CounterMetricFamily("calrt_step_seconds", "The engine's wall time by what it was spent on", labels=["label"])
-    for label, seconds in stats.times_s.items():
-        times.add_metric([label], seconds)
-    yield times
-    events = CounterMetricFamily("calrt_engine_events", "The engine core's counters", labels=["event"])
-    for name, value in stats.counters.items():
-        events.add_metric([name], value)
-    yield events
+        yield from engine_metrics(self._stats(), self._labels)

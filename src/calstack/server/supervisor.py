@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import itertools
 import logging
-import os
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
-from calstack.errors import CalstackError, UnavailableError, UsageError
-from calstack.server.config import EngineConfig, ServeConfig
+from calstack.errors import CalstackError, DeadlineError, UnavailableError
+from calstack.server.config import ServeConfig
 from calstack.server.errors import error_of
 from calstack.server.journal import Entry, Journal
+from calstack.server.launch import engine_command
 from calstack.server.link import EngineLink
 from calstack.wire import (
     CalbinInfo,
     Cancel,
+    DeviceAnswer,
+    DeviceCommand,
     EngineFailed,
     EngineMessage,
     EngineStats,
@@ -35,16 +37,15 @@ from calstack.wire import (
     Stop,
 )
 
-__all__ = ["EngineState", "Supervisor", "engine_command", "runtime_directory"]
+__all__ = ["EngineState", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
-_SOCKET_PATH_LIMIT = 107  # bytes of sun_path, less the terminating zero
 _WATCH_S = 10.0
-# Admission bounds the queue here; the engine's own bound is wider, because a burst reaches it before it has filled its lanes.
-_SLACK_REQUESTS = 4096
-_SLACK_TOKENS = 1 << 24
 _HANG_S = 60.0  # an engine with work that says nothing for so long, asked to, is taken for dead
+
+
+DeviceAction = Literal["status", "reset", "dump", "power", "register"]
 
 
 class EngineState(enum.Enum):
@@ -64,6 +65,7 @@ class Supervisor:
         journal: the accepted choices; the supervisor gives them to the engine and ends those that cannot go on.
         on_launches: takes the times of completed launches.
         on_ready: called each time an engine is ready.
+        directory: private; sockets go there.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class Supervisor:
         *,
         on_launches: Callable[[tuple[LaunchTimes, ...]], None],
         on_ready: Callable[[CalbinInfo], None],
+        directory: Path,
     ) -> None:
-        self._config, self._journal = config, journal
+        self._config, self._journal, self._directory = config, journal, directory
         self._on_launches, self._on_ready = on_launches, on_ready
         self.state = EngineState.LOADING
         self.info: CalbinInfo | None = None
@@ -87,6 +90,8 @@ class Supervisor:
         self._lost = asyncio.Event()
         self._heard = 0.0
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
+        self._numbers = itertools.count(1)
+        self._commands: dict[int, asyncio.Future[DeviceAnswer]] = {}
         self._task: asyncio.Task[None] | None = None
 
     # --- life ------------------------------------------------------------------------------------------------------------------
@@ -141,19 +146,41 @@ class Supervisor:
                 return await asyncio.wait_for(waiter, timeout_s)
         return self.stats
 
+    async def command(self, action: DeviceAction, value: str = "", *, timeout_s: float = 30.0) -> DeviceAnswer:
+        """Let the engine do something to its device.
+
+        Raises:
+            UnavailableError: when no engine is ready, or it ends before it has answered.
+            DeadlineError: when no answer comes within `timeout_s`; it may still be done later.
+            CalstackError: what the engine answers.
+        """
+        if self.state is not EngineState.READY:
+            raise UnavailableError("the engine is not ready")
+        number = next(self._numbers)
+        waiter = self._commands[number] = asyncio.get_running_loop().create_future()
+        self._send(DeviceCommand(id=number, action=action, value=value))
+        try:
+            answer: DeviceAnswer = await asyncio.wait_for(waiter, timeout_s)
+        except TimeoutError as error:
+            raise DeadlineError(f"the engine did not answer within {timeout_s:g} s", where=action) from error
+        finally:
+            del self._commands[number]
+        if answer.error is not None:
+            raise error_of(answer.error)
+        return answer
+
     # --- the process -----------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         failed_starts = 0
-        with runtime_directory(self._config.runtime_dir) as directory:
-            while not self._stop.is_set():
-                was_ready = await self._life(directory / f"engine-{self.restarts}.sock")
-                failed_starts = 0 if was_ready else failed_starts + 1
-                if self._stop.is_set() or self._hopeless(failed_starts, was_ready):
-                    break
-                self.restarts += 1
-                self._set(EngineState.LOADING)
-                await self._pause(min(5.0, 0.1 * 2**failed_starts))
+        while not self._stop.is_set():
+            was_ready = await self._life(self._directory / f"engine-{self.restarts}.sock")
+            failed_starts = 0 if was_ready else failed_starts + 1
+            if self._stop.is_set() or self._hopeless(failed_starts, was_ready):
+                break
+            self.restarts += 1
+            self._set(EngineState.LOADING)
+            await self._pause(min(5.0, 0.1 * 2**failed_starts))
         if not self._stop.is_set():
             self._give_up()
 
@@ -223,6 +250,9 @@ class Supervisor:
 
     def _disconnected(self, code: int | None, was_ready: bool) -> None:
         self._link = None
+        for waiter in self._commands.values():
+            if not waiter.done():
+                waiter.set_exception(UnavailableError("the engine process ended"))
         if self._stop.is_set():
             return
         logger.error("the engine process ended", extra={"exit_code": code, "error": self.error.line() if self.error else None})
@@ -241,6 +271,9 @@ class Supervisor:
                 self._step(message)
             case EngineStats():
                 self._take_stats(message)
+            case DeviceAnswer():
+                if (waiter := self._commands.get(message.id)) is not None and not waiter.done():
+                    waiter.set_result(message)
             case Ready():
                 self._ready(message.info)
             case EngineFailed():
@@ -297,39 +330,3 @@ async def _end_process(process: asyncio.subprocess.Process, grace_s: float) -> N
     with contextlib.suppress(ProcessLookupError):
         if process.returncode is None:
             process.kill()
-
-
-@contextlib.contextmanager
-def runtime_directory(wanted: Path | None) -> Iterator[Path]:
-    """A private directory whose socket paths fit into a sockaddr; removed at the end unless it was given."""
-    if wanted is not None:
-        if len(os.fsencode(wanted)) > _SOCKET_PATH_LIMIT - len("/engine-00000.sock"):
-            raise UsageError("is too long for a socket path", where=str(wanted), remedy="take a shorter runtime_dir")
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        yield wanted
-        return
-    directory = Path(tempfile.mkdtemp(prefix="calstack-"))
-    if len(os.fsencode(directory / "engine-00000.sock")) > _SOCKET_PATH_LIMIT:
-        directory.rmdir()
-        directory = Path(tempfile.mkdtemp(prefix="calstack-", dir="/tmp"))  # mode 0700
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def engine_command(config: ServeConfig, socket: Path) -> list[str]:
-    """The engine process's command line; its words `calstack … engine` are what an operator greps for."""
-    engine: EngineConfig = config.engine
-    head = engine.command or (sys.executable, "-m", "calstack", "engine")
-    options = {
-        "--connect": str(socket),
-        "--device": engine.device,
-        "--isa": engine.isa,
-        "--threads": str(engine.threads),
-        "--prefill-chunk": str(engine.prefill_chunk),
-        "--kv-memory": str(engine.kv_memory),
-        "--max-queued-requests": str(config.limits.max_queued_requests + _SLACK_REQUESTS),
-        "--max-queued-tokens": str(config.limits.max_queued_tokens + _SLACK_TOKENS),
-    }
-    return [*head, str(config.calbin), *(word for option in options.items() for word in option)]

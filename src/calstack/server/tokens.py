@@ -26,7 +26,7 @@ class _Route:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self._context.config.limits
-        body = await read_body(Request(scope, receive), limits.max_body_bytes)
+        body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
 
         def work() -> dict[str, Any]:
             return self.answer(decode(body, self.schema, max_depth=limits.max_json_depth))

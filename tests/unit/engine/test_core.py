@@ -380,3 +380,16 @@ def test_a_cancelled_prefill_stops_at_the_next_launch() -> None:
     h.run()
     assert len(h.device.launches) == before
     assert before <= 2
+
+
+def test_prefill_that_a_stream_waits_for_is_counted_and_other_prefill_is_not() -> None:
+    h = Harness(small_facts())
+    h.run(h.submit("alone", prompt=tuple(range(20)), max_tokens=4))
+    assert h.core.counters["prefill_interruptions"] == 0
+    h.turn(h.submit("stream", max_tokens=20))
+    while not h.ids["stream"]:
+        h.tick()
+    h.run(h.submit("late", prompt=tuple(range(20)), max_tokens=2))
+    assert h.core.counters["prefill_interruptions"] >= 1
+    assert h.core.counters["prefill_interruption_ns"] > 0
+    assert h.ids["stream"] == h.alone("stream")

@@ -253,6 +253,14 @@ def test_metrics_and_health_answer_while_the_engine_is_busy(server: LiveServer) 
     eventually(server.idle)
 
 
+def test_client_that_leaves_before_its_prompt_is_tokenised_never_starts(server: LiveServer) -> None:
+    for _ in range(20):
+        sock = raw(server, "/v1/completions", {"prompt": "<|hang|>x" + "y" * 300, "max_tokens": 4})
+        sock.close()
+    server.assert_idle_soon()
+    server.assert_alive()
+
+
 def test_neighbour_keeps_its_text_among_refused_and_broken_requests(server: LiveServer) -> None:
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         good = [pool.submit(server.events, "/v1/completions", prompt=f"<|slow|>neighbour {n} says", max_tokens=60) for n in range(3)]

@@ -21,9 +21,9 @@ from calstack.server.body import check_depth
 from calstack.server.config import EngineConfig, ListenConfig, ServeConfig
 from calstack.server.errors import answer_of, error_of
 from calstack.server.journal import Journal
+from calstack.server.launch import engine_command, runtime_directory
 from calstack.server.link import EngineLink
 from calstack.server.log import JsonFormatter
-from calstack.server.supervisor import engine_command, runtime_directory
 from calstack.specs import SamplingParams
 from calstack.wire import EngineStats, ErrorValue, Finish, StepOutput, Submit, TokenLogprob, TokenOut
 

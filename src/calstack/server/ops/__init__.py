@@ -1,0 +1,1 @@
+"""The operations plane: a listener of its own, for those who run the server."""
