@@ -7,7 +7,7 @@ MODEL ?= smollm2-135m
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup compiler native serve check test test-full test-live bench gen wheel clean
+.PHONY: help setup compiler native native-sanitize serve check test test-full test-live bench benchmarks gen wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -37,6 +37,11 @@ EDITABLE = $(PY) -m pip install -q --disable-pip-version-check --no-build-isolat
 .venv/.dev: pyproject.toml .venv/.serve
 	@echo "setup: test and check tools" >&2
 	@$(EDITABLE) -e '.[compile,test,dev]'
+	@touch $@
+
+.venv/.clients: pyproject.toml .venv/.dev
+	@echo "setup: other people's clients" >&2
+	@$(EDITABLE) -e '.[compile,test,dev,clients]'
 	@touch $@
 
 setup: native .venv/.dev  ## .venv with everything, and the compiled module
@@ -69,7 +74,7 @@ test: setup  ## the default tests
 	.venv/bin/calstack pull $(MODEL)
 	$(PY) -m pytest $(ARGS)
 
-test-full: setup  ## every test but the ones that need torch
+test-full: setup .venv/.clients  ## every test but the ones that need torch
 	.venv/bin/calstack pull $(MODEL)
 	$(PY) -m pytest -m "not live" --timeout 1800 $(ARGS)
 
@@ -79,6 +84,12 @@ test-live: setup  ## compare with torch and transformers
 
 bench: setup  ## offline benchmark of $(MODEL); ARGS are passed on
 	.venv/bin/calstack bench "$$(.venv/bin/calstack pull $(MODEL) | tail -1)" $(ARGS)
+
+benchmarks: native  ## microbenchmarks of the kernels; ARGS names some of them
+	@tools/run_benchmarks.sh $(ARGS)
+
+native-sanitize: .venv/.tools  ## the native tests under address and undefined-behaviour sanitizers
+	@tools/native_sanitize.sh
 
 gen: setup  ## write the generated reference pages and schemas
 	$(PY) tools/gen.py

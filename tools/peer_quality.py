@@ -3,11 +3,12 @@
 Windows of 512 tokens of the bundled text, the second half of each scored, as llama-perplexity does. The reference is onnxruntime
 on the file's weights dequantised to f32.
 
-Usage: python tools/peer_quality.py MODEL.gguf CALBIN [WINDOWS]     (needs llama-cpp-python; 64 windows take some minutes)
+Usage: python tools/peer_quality.py MODEL.gguf CALBIN[,CALBIN…] [WINDOWS]     (needs llama-cpp-python; 64 windows take some minutes)
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,27 +66,29 @@ class Llama:
         return np.asarray(self._llama.scores[: len(ids)])
 
 
-def main(model: str, calbin: str, windows: int) -> None:
+def main(model: str, calbins: list[str], windows: int) -> None:
     """Print a line per contestant."""
     oracle, peer = Oracle(open_source(Path(model))), Llama(model)
-    tallies = {"reference": Tally(), "calstack": Tally(), "llama.cpp": Tally()}
-    with api.load(calbin) as llm:
-        text = bundled_text()
-        ids = llm.encode(text.text)[: windows * WINDOW]
+    tallies = {name: Tally() for name in ("reference", *calbins, "llama.cpp")}
+    text = bundled_text()
+    with contextlib.ExitStack() as stack:
+        ours = {name: stack.enter_context(api.load(name)) for name in calbins}
+        ids = next(iter(ours.values())).encode(text.text)[: windows * WINDOW]
         for start in range(0, len(ids) - WINDOW + 1, WINDOW):
             part = ids[start : start + WINDOW]
             half = slice(WINDOW // 2 - 1, WINDOW - 1)
             scored = np.asarray(part[WINDOW // 2 :])
             reference = log_softmax(oracle.logits(part)[half])
-            own = log_softmax(np.concatenate(list(llm.score(part)))[half])
-            for name, logs in (("reference", reference), ("calstack", own), ("llama.cpp", log_softmax(peer.logits(part)[half]))):
-                tallies[name].add(scored, logs, reference)
+            tallies["reference"].add(scored, reference, reference)
+            tallies["llama.cpp"].add(scored, log_softmax(peer.logits(part)[half]), reference)
+            for name, llm in ours.items():
+                tallies[name].add(scored, log_softmax(np.concatenate(list(llm.score(part)))[half]), reference)
     print(f"text {text.name}, {len(ids) // WINDOW} windows of {WINDOW}")
     for name, tally in tallies.items():
-        print(tally.line(name))
+        print(tally.line(Path(name).name))
 
 
 if __name__ == "__main__":
     if len(sys.argv) not in (3, 4):
         raise SystemExit(__doc__)
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) == 4 else 64)
+    main(sys.argv[1], sys.argv[2].split(","), int(sys.argv[3]) if len(sys.argv) == 4 else 64)

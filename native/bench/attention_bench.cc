@@ -10,6 +10,7 @@
 
 #include "calstack/ceilings.h"
 #include "calstack/kernels.h"
+#include "kv_layout.h"
 
 using namespace calstack;
 
@@ -25,9 +26,9 @@ struct Cache {
   std::vector<int32_t> table;
   const int32_t* lane;
 
-  Cache(int heads, int kv_heads, int dim, int positions, int layer_count, bool bf16)
+  Cache(int heads, int kv_heads, int dim, int positions, int layer_count, KVType kv)
       : s{heads, kv_heads, dim, 0, 0.125f, 0.0f}, context(positions), layers(layer_count) {
-    layer_bytes = static_cast<size_t>(2 * kv_heads * dim * kBlockPositions) * (bf16 ? 2 : 4);
+    layer_bytes = KVPlaces(kv, kv_heads, dim).bytes();
     block_bytes = layer_bytes * static_cast<size_t>(layers);
     const int blocks = (positions + kBlockPositions - 1) / kBlockPositions;
     size = block_bytes * static_cast<size_t>(blocks);
@@ -35,11 +36,11 @@ struct Cache {
     if (bytes == MAP_FAILED) throw std::bad_alloc();
     madvise(bytes, size, MADV_HUGEPAGE);  // as the KV pool does
     std::mt19937 rng(1);
-    const size_t step = bf16 ? 2 : 4;
+    const size_t step = kv == KVType::f32 ? 4 : 2;  // scales of int8 planes come out near 1/8 too
     for (size_t i = 0; i < size; i += step) bytes[i + step - 1] = static_cast<uint8_t>(0x3e | (rng() & 0x80));  // about 1/8, either sign
     for (int i = 0; i < blocks; ++i) table.push_back(i);
     lane = table.data();
-    type = bf16 ? KVType::bf16 : KVType::f32;
+    type = kv;
   }
   ~Cache() { munmap(bytes, size); }
   Cache(const Cache&) = delete;
@@ -59,7 +60,7 @@ std::vector<float> random_rows(size_t n) {
 }
 
 void prefill(const KernelTable& k, int threads, int heads, int kv_heads, int dim, int context) {
-  const Cache cache(heads, kv_heads, dim, context, 1, true);
+  const Cache cache(heads, kv_heads, dim, context, 1, KVType::bf16);
   const size_t xs = static_cast<size_t>((heads + 2 * kv_heads) * dim), os = static_cast<size_t>(heads * dim);
   const std::vector<float> qkv = random_rows(xs * static_cast<size_t>(context));
   std::vector<float> out(os * static_cast<size_t>(context));
@@ -76,9 +77,11 @@ void prefill(const KernelTable& k, int threads, int heads, int kv_heads, int dim
   std::printf("prefill %5d  heads %d/%d dim %3d  %8.3f ms per layer  %7.1f GFLOP/s\n", context, heads, kv_heads, dim, s * 1e3, flop / s / 1e9);
 }
 
-void decode(const KernelTable& k, int threads, int heads, int kv_heads, int dim, int context, bool bf16) {
+constexpr const char* kTypes[] = {"f32", "bf16", "bf16_v8", "i8"};
+
+void decode(const KernelTable& k, int threads, int heads, int kv_heads, int dim, int context, KVType type) {
   const int layers = 30;
-  const Cache cache(heads, kv_heads, dim, context, layers, bf16);
+  const Cache cache(heads, kv_heads, dim, context, layers, type);
   const size_t xs = static_cast<size_t>((heads + 2 * kv_heads) * dim), group = static_cast<size_t>(heads / kv_heads);
   const std::vector<float> qkv = random_rows(xs);
   const int splits = (context + kSplitKeys - 1) / kSplitKeys;
@@ -100,10 +103,10 @@ void decode(const KernelTable& k, int threads, int heads, int kv_heads, int dim,
           k.attention_merge(cache.s, ml.data() + 2 * at, o.data() + at * static_cast<size_t>(dim), splits, h, out.data());
         }
   });
-  const double bytes = static_cast<double>(layers) * 2 * kv_heads * dim * context * (bf16 ? 2 : 4);
+  const double bytes = static_cast<double>(layers) * static_cast<double>(cache.layer_bytes) / kBlockPositions * context;
   const double gbs = bytes / s / 1e9, limit = ReadCeiling(static_cast<size_t>(bytes)).gbs(k, threads);
   std::printf("decode  %5d  heads %d/%d dim %3d %s  %8.3f ms for %d layers  %6.1f MB  %6.1f GB/s, %3.0f %% of a linear read of as much\n", context, heads,
-              kv_heads, dim, bf16 ? "bf16" : "f32 ", s * 1e3, layers, bytes / 1e6, gbs, 100 * gbs / limit);
+              kv_heads, dim, kTypes[static_cast<int>(type)], s * 1e3, layers, bytes / 1e6, gbs, 100 * gbs / limit);
 }
 
 }  // namespace
@@ -115,8 +118,8 @@ int main(int argc, char** argv) {
   std::printf("%s, %d threads\n", k->name, threads);
   for (int context : {128, 512, 2048, 8000}) prefill(*k, threads, 9, 3, 64, context);
   prefill(*k, threads, 16, 8, 128, 2048);
-  for (int context : {64, 1024, 8000}) decode(*k, threads, 9, 3, 64, context, true);
-  decode(*k, threads, 9, 3, 64, 8000, false);
-  decode(*k, threads, 16, 8, 128, 2000, true);
+  for (int context : {64, 1024, 8000}) decode(*k, threads, 9, 3, 64, context, KVType::bf16);
+  for (KVType type : {KVType::f32, KVType::bf16_v8, KVType::i8}) decode(*k, threads, 9, 3, 64, 8000, type);
+  decode(*k, threads, 16, 8, 128, 2000, KVType::bf16);
   return 0;
 }

@@ -1,6 +1,9 @@
 // `_core.kernels`: rope, KV write, attention and the sampler, one call on numpy arrays each, for tests and benchmarks.
 #include "kernels.h"
 
+#include "../src/kv_layout.h"
+#include "builder.h"
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
@@ -20,16 +23,17 @@ struct PyCache {
   std::vector<const int32_t*> lane_tables;
   KVView view;
 
-  PyCache(Array<uint8_t, 2> bytes, Array<const int32_t, 2> block_ids, bool bf16, int heads, int kv_heads, int head_dim, int window, float scale,
+  PyCache(Array<uint8_t, 2> bytes, Array<const int32_t, 2> block_ids, const std::string& type, int heads, int kv_heads, int head_dim, int window, float scale,
           float softcap)
       : blocks(bytes), tables(block_ids), shape{heads, kv_heads, head_dim, window, scale, softcap}, view{} {
     require(head_dim > 0 && head_dim <= 256 && kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "[kernels] heads or head_dim do not fit");
-    const size_t bytes_needed = (size_t)2 * kv_heads * head_dim * kBlockPositions * (bf16 ? 2 : 4);
+    const KVType kv = kv_type(type);
+    const size_t bytes_needed = KVPlaces(kv, kv_heads, head_dim).bytes();
     require(bytes.shape(1) >= bytes_needed, "[kernels] a block is smaller than K and V of one layer");
     for (size_t i = 0; i < block_ids.size(); ++i)
       require(block_ids.data()[i] >= 0 && (size_t)block_ids.data()[i] < bytes.shape(0), "[kernels] a block id is outside the cache");
     for (size_t i = 0; i < block_ids.shape(0); ++i) lane_tables.push_back(block_ids.data() + i * block_ids.shape(1));
-    view = {bf16 ? KVType::bf16 : KVType::f32, blocks.data(), blocks.shape(1), blocks.shape(1) - bytes_needed, kv_heads, head_dim, lane_tables.data()};
+    view = {kv, blocks.data(), blocks.shape(1), blocks.shape(1) - bytes_needed, kv_heads, head_dim, lane_tables.data()};
   }
   size_t row_floats() const { return (size_t)(shape.heads + 2 * shape.kv_heads) * shape.head_dim; }
   size_t group() const { return (size_t)(shape.heads / shape.kv_heads); }
@@ -149,8 +153,8 @@ auto sample(const std::string& isa, Array<float, 1> logits, float softcap, float
 void init_kernels_attention(nb::module_& core) {
   nb::module_ m = nb::cast<nb::module_>(core.attr("kernels"));
   nb::class_<PyCache>(m, "Cache")
-      .def(nb::init<Array<uint8_t, 2>, Array<const int32_t, 2>, bool, int, int, int, int, float, float>(), nb::arg("blocks"), nb::arg("tables"),
-           nb::arg("bf16"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("window") = 0, nb::arg("scale") = 1.0f,
+      .def(nb::init<Array<uint8_t, 2>, Array<const int32_t, 2>, const std::string&, int, int, int, int, float, float>(), nb::arg("blocks"), nb::arg("tables"),
+           nb::arg("type"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("window") = 0, nb::arg("scale") = 1.0f,
            nb::arg("softcap") = 0.0f, "A view (layout kv64.v1) of blocks [n, bytes], K and V of one layer at each block's end, and tables [lanes, n].");
   m.def("rope_table", &rope_table, nb::arg("isa"), nb::arg("inv_freq"), nb::arg("positions"), nb::arg("factor") = 1.0,
         "cos then sin, [positions, 2 * frequencies].");

@@ -29,7 +29,7 @@ int index_of(const std::array<const char*, N>& names, const std::string& name, c
 constexpr std::array<const char*, 6> kFormats{"w4a8", "w8a8", "w4a16", "bf16", "f16", "f32"};
 constexpr std::array<const char*, 3> kActs{"silu", "gelu_tanh", "gelu"};
 constexpr int kMostChips = 16;
-constexpr std::array<const char*, 2> kKVTypes{"f32", "bf16"};
+constexpr std::array<const char*, 4> kKVTypes{"f32", "bf16", "bf16_v8", "i8"};
 
 }  // namespace
 

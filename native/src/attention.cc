@@ -3,6 +3,7 @@
 // vectors) reads it as stored.
 #include "attention_tile.h"
 #include "kernel_parts.h"
+#include "kv_layout.h"
 
 namespace calstack {
 namespace CALSTACK_ISA {
@@ -54,18 +55,36 @@ AttentionScratch& aligned(void* scratch) {
 
 // --- where keys and values lie -------------------------------------------------------------------------------------------
 
-template <class T>
-const T* plane(const Batch& b, int tile, size_t index) {
-  const uint8_t* layer = b.kv.base + static_cast<size_t>(b.table[tile]) * b.kv.block_bytes + b.kv.layer_offset;
-  return reinterpret_cast<const T*>(layer) + index * kKeyTile * b.dim();
+// What K and V are stored as.
+template <class KT, class VT>
+struct Stored {
+  using K = KT;
+  using V = VT;
+};
+
+const uint8_t* layer_of(const Batch& b, int tile) {
+  return b.kv.base + static_cast<size_t>(b.table[tile]) * b.kv.block_bytes + b.kv.layer_offset;
 }
+KVPlaces places(const Batch& b) { return KVPlaces(b.kv.type, b.kv.kv_heads, b.kv.head_dim); }
 template <class T>
 const T* keys_of(const Batch& b, int tile) {
-  return plane<T>(b, tile, b.kv_head);
+  return reinterpret_cast<const T*>(layer_of(b, tile) + places(b).k(b.kv_head));
 }
 template <class T>
 const T* values_of(const Batch& b, int tile) {
-  return plane<T>(b, tile, static_cast<size_t>(b.kv.kv_heads) + b.kv_head);
+  return reinterpret_cast<const T*>(layer_of(b, tile) + places(b).v(b.kv_head));
+}
+
+// Scores, or p, of every vector times the scales of the tile's keys or values; what a vector does not see may become anything.
+void scale_tile(const Batch& b, int tile, size_t scales) {
+  const float* scale = reinterpret_cast<const float*>(layer_of(b, tile) + scales);
+  const int column = tile % kSplitTiles * kKeyTile;
+  F32x16 by[kKeyTile / 16];
+  for (int v = 0; v < kKeyTile / 16; ++v) by[v] = F32x16::load(scale + 16 * v);
+  for (int i = 0; i < b.n; ++i) {
+    float* s = b.scores(i) + column;
+    for (int v = 0; v < kKeyTile / 16; ++v) (F32x16::load(s + 16 * v) * by[v]).store(s + 16 * v);
+  }
 }
 
 // A handful of vectors take the cache as stored: turning it into floats first would cost more than it saves.
@@ -104,36 +123,51 @@ void score_blocks(const Batch& b, int tile, const T* k, Hint ahead) {
 
 // The planes of a split in the order they are read: keys of its tiles, then values, then the keys of the tile after it (or the last
 // again: the hint costs nothing when the lines are there).
-template <class T>
-const T* plane_in_order(const Batch& b, Range tiles, int i) {
+struct Plane {
+  const uint8_t* at;
+  size_t bytes;
+};
+template <class S>
+Plane plane_in_order(const Batch& b, Range tiles, int i) {
   const int n = tiles.hi - tiles.lo;
-  if (i < n) return keys_of<T>(b, tiles.lo + i);
-  if (i < 2 * n) return values_of<T>(b, tiles.lo + i - n);
-  return keys_of<T>(b, smaller(tiles.hi + i - 2 * n, b.x.position[b.n - 1] / kKeyTile));
+  const auto keys = [&](int tile) {
+    return Plane{reinterpret_cast<const uint8_t*>(keys_of<typename S::K>(b, tile)), kKeyTile * b.dim() * sizeof(typename S::K)};
+  };
+  if (i < n) return keys(tiles.lo + i);
+  if (i >= 2 * n) return keys(smaller(tiles.hi + i - 2 * n, b.x.position[b.n - 1] / kKeyTile));
+  return {reinterpret_cast<const uint8_t*>(values_of<typename S::V>(b, tiles.lo + i - n)), kKeyTile * b.dim() * sizeof(typename S::V)};
 }
 
 // While one plane is computed, the next is touched. Two ahead was slower from memory (8 KiB planes 27 against 30 GB/s on one thread,
 // 16 KiB planes 26 against 28), and so was touching into the second level only.
 constexpr int kPlanesAhead = 1;
 
-template <class T>
-Ahead plane_ahead(const Batch& b, Range tiles, int i, size_t step) {
-  return {reinterpret_cast<const uint8_t*>(plane_in_order<T>(b, tiles, i + kPlanesAhead)), step};
+// Over `steps` iterations.
+template <class S>
+Ahead plane_ahead(const Batch& b, Range tiles, int i, size_t steps) {
+  const Plane next = plane_in_order<S>(b, tiles, i + kPlanesAhead);
+  return {next.at, next.bytes / steps};
 }
 
-template <class T>
+template <class S>
 void touch_first_planes(const Batch& b, Range tiles) {
-  for (int i = 0; i < kPlanesAhead; ++i) Ahead{reinterpret_cast<const uint8_t*>(plane_in_order<T>(b, tiles, i)), kKeyTile * b.dim() * sizeof(T)}.touch();
+  for (int i = 0; i < kPlanesAhead; ++i) {
+    const Plane p = plane_in_order<S>(b, tiles, i);
+    Ahead{p.at, p.bytes}.touch();
+  }
 }
 
-template <class T>
+template <class S>
 void score_split(const Batch& b, Range tiles) {
+  using T = typename S::K;
   const bool direct = reads_directly(b);
-  for (int tile = tiles.lo; tile < tiles.hi; ++tile)
+  for (int tile = tiles.lo; tile < tiles.hi; ++tile) {
     if (direct)
-      score_blocks(b, tile, keys_of<T>(b, tile), plane_ahead<T>(b, tiles, tile - tiles.lo, kKeyTile * sizeof(T)));
+      score_blocks(b, tile, keys_of<T>(b, tile), plane_ahead<S>(b, tiles, tile - tiles.lo, b.dim()));
     else
       score_blocks(b, tile, widen_keys<T>(b, tile), NoHint{});
+    if (k_scaled(b.kv.type)) scale_tile(b, tile, places(b).k_scale(b.kv_head));
+  }
 }
 
 // --- softmax of a split --------------------------------------------------------------------------------------------------
@@ -252,12 +286,14 @@ void value_blocks(const Batch& b, const ValueTile<T>& t, Hint ahead) {
   }
 }
 
-template <class T>
+template <class S>
 void value_split(const Batch& b, Range tiles) {
+  using T = typename S::V;
   const bool direct = reads_directly(b);
   for (int i = 0; i < b.n; ++i)
     for (int d = 0; d < b.dim_vectors(); ++d) F32x16::zero().store(b.o(i) + d * 16);
   for (int tile = tiles.lo; tile < tiles.hi; ++tile) {
+    if (v_scaled(b.kv.type)) scale_tile(b, tile, places(b).v_scale(b.kv_head));
     if (!direct) {
       const size_t stride = static_cast<size_t>(b.dim_vectors()) * 16;
       value_blocks(b, ValueTile<float>{widen_values<T>(b, tile), stride, tile * kKeyTile}, NoHint{});
@@ -265,18 +301,26 @@ void value_split(const Batch& b, Range tiles) {
     }
     const int order = tiles.hi - tiles.lo + tile - tiles.lo;
     const ValueTile<T> t{values_of<T>(b, tile), b.dim(), tile * kKeyTile};
-    value_blocks(b, t, plane_ahead<T>(b, tiles, order, b.dim() * sizeof(T)));
+    value_blocks(b, t, plane_ahead<S>(b, tiles, order, kKeyTile));
   }
 }
 
 // M, L and O of one split for every vector.
-template <class T>
+template <class S>
 void take_split(const Batch& b, int split) {
   const Range tiles = b.tiles(split);
-  if (reads_directly(b)) touch_first_planes<T>(b, tiles);
-  score_split<T>(b, tiles);
+  if (reads_directly(b)) touch_first_planes<S>(b, tiles);
+  score_split<S>(b, tiles);
   softmax(b, split);
-  value_split<T>(b, tiles);
+  value_split<S>(b, tiles);
+}
+
+// f() for the form the cache has.
+template <class F>
+CALSTACK_INLINE void with_stored(KVType type, F f) {
+  if (type == KVType::f32) return f(Stored<float, float>{});
+  if (type == KVType::bf16) return f(Stored<Bf16, Bf16>{});
+  return type == KVType::i8 ? f(Stored<Int8, Int8>{}) : f(Stored<Bf16, Int8>{});
 }
 
 // --- merging splits ------------------------------------------------------------------------------------------------------
@@ -350,11 +394,11 @@ void load_query(const Batch& b, int i, const float* q, int position) {
   b.x.total_m[i] = kMinusInf;
 }
 
-template <class T>
+template <class S>
 void attend(const Batch& b) {
   const int last = b.x.position[b.n - 1] / kSplitKeys;
   for (int split = b.first_seen(b.x.position[0]) / kSplitKeys; split <= last; ++split) {
-    take_split<T>(b, split);
+    take_split<S>(b, split);
     merge_split(b);
   }
 }
@@ -370,7 +414,7 @@ void attention(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv
       const int row = at.row(begin + i);
       load_query(b, i, qkv + static_cast<size_t>(row) * xs + at.head(begin + i) * b.dim(), positions[row]);
     }
-    kv.type == KVType::f32 ? attend<float>(b) : attend<Bf16>(b);
+    with_stored(kv.type, [&](auto stored) { attend<decltype(stored)>(b); });
     for (int i = 0; i < b.n; ++i)
       divide(b.total(i), b.x.total_l[i], s.head_dim,
              out + static_cast<size_t>(at.row(begin + i)) * os + at.head(begin + i) * b.dim());
@@ -384,7 +428,7 @@ void attention_split(const float* qkv, size_t xs, const AttnShape& s, const KVVi
   for (int begin = 0; begin < at.group; begin += kAttentionBatch) {
     b.n = smaller(kAttentionBatch, at.group - begin);
     for (int i = 0; i < b.n; ++i) load_query(b, i, qkv + static_cast<size_t>(row) * xs + at.head(begin + i) * b.dim(), position);
-    kv.type == KVType::f32 ? take_split<float>(b, split) : take_split<Bf16>(b, split);
+    with_stored(kv.type, [&](auto stored) { take_split<decltype(stored)>(b, split); });
     for (int i = 0; i < b.n; ++i) {
       ml[2 * (begin + i)] = b.x.m[i];
       ml[2 * (begin + i) + 1] = b.x.l[i];

@@ -3,7 +3,7 @@
 //   score_tile:  s[r][64]  = q[r] . K      K = [4][dim][16 keys], each score a chain over dim
 //   value_tile:  o[r][dim] += p[r] . V     over the keys [lo, hi) of the tile, a chain over keys
 //
-// K and V are read as stored (float or bf16) or from float scratch. Accumulators never leave registers inside a block.
+// K and V are read as stored (float, bf16 or int8 codes) or from float scratch; scales of codes are the caller's. Accumulators never leave registers inside a block.
 #pragma once
 #include "attention_scratch.h"
 #include "calstack/kernels.h"
@@ -24,8 +24,14 @@ struct Bf16 {
   uint16_t bits;
 };
 
+struct Int8 {
+  int8_t code;
+};
+
 CALSTACK_INLINE F32x16 load_keys(const float* p) { return F32x16::load(p); }
 CALSTACK_INLINE F32x16 load_keys(const Bf16* p) { return F32x16::load_bf16(p); }
+CALSTACK_INLINE F32x16 load_keys(const Int8* p) { return F32x16::load_i8(p); }
+CALSTACK_INLINE float load_one(const Int8* p) { return (float)p->code; }
 CALSTACK_INLINE float load_one(const float* p) { return *p; }
 CALSTACK_INLINE float load_one(const Bf16* p) { return bf16_to_f32(p->bits); }
 

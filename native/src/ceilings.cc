@@ -28,18 +28,21 @@ CeilingLoops loops_of(const KernelTable& table) {
 
 }  // namespace
 
-double best_of(int tries, int threads, const std::function<void(int)>& work) {
-  double best = 1e30;
+std::vector<double> times_of(int tries, int threads, const std::function<void(int)>& work) {
+  std::vector<double> times;
   for (int i = 0; i < tries; ++i) {
     const double start = seconds_now();
     std::vector<std::thread> others;
     for (int t = 1; t < threads; ++t) others.emplace_back(work, t);
     work(0);
     for (auto& t : others) t.join();
-    best = std::min(best, seconds_now() - start);
+    times.push_back(seconds_now() - start);
   }
-  return best;
+  std::sort(times.begin(), times.end());
+  return times;
 }
+
+double best_of(int tries, int threads, const std::function<void(int)>& work) { return times_of(tries, threads, work).front(); }
 
 double int8_peak_gops(const KernelTable& table, int threads) {
   const CeilingLoops loops = loops_of(table);
@@ -63,9 +66,13 @@ double ReadCeiling::gbs(const KernelTable& table, int threads) const {
   constexpr int repeats = 4;
   const CeilingLoops loops = loops_of(table);
   const size_t part = bytes_ / static_cast<size_t>(threads) / 256 * 256;
-  const double seconds = best_of(5, threads, [&](int t) {
-    for (int r = 0; r < repeats; ++r) loops.read(data_ + part * static_cast<size_t>(t), part);
-  });
+  double seconds = 1e30;
+  for (const size_t ahead : {size_t{2048}, size_t{8192}}) {
+    const auto times = times_of(5, threads, [&](int t) {
+      for (int r = 0; r < repeats; ++r) loops.read(data_ + part * static_cast<size_t>(t), part, ahead);
+    });
+    seconds = std::min(seconds, times[2]);
+  }
   return repeats * static_cast<double>(part) * threads / seconds / 1e9;
 }
 

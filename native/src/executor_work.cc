@@ -30,9 +30,9 @@ CallWork attention_work(const Call& c, const LaunchData& launch, const KVShape& 
     read += lane.cur > 0 ? std::min(end, window + lane.cur - 1) : 0;
     for (int64_t p = lane.past; p < end; ++p) pairs += std::min(p + 1, window);
   }
-  const int64_t element = kv.type == KVType::f32 ? 4 : 2;
+  const int64_t position = static_cast<int64_t>(kv.layer_bytes() / kBlockPositions);
   const int64_t io = int64_t{launch.rows} * 8 * c.attn.heads * c.attn.head_dim;
-  return {read * 2 * c.attn.kv_heads * c.attn.head_dim * element + io, 4 * pairs * c.attn.heads * c.attn.head_dim};
+  return {read * position + io, 4 * pairs * c.attn.heads * c.attn.head_dim};
 }
 
 // Which experts a launch chose is not kept: the number that independent choices touch on average.

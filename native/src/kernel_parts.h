@@ -25,7 +25,7 @@ namespace calstack {
 struct CeilingLoops {
   int (*products)(long loops);
   double operations;  // of one loop
-  int (*read)(const char* p, size_t bytes);
+  int (*read)(const char* p, size_t bytes, size_t ahead);
 };
 
 CALSTACK_DECLARE_PARTS(reference)  // native/src/ref/ref_*.cc

@@ -2,6 +2,7 @@
 #include <new>
 
 #include "calstack/executor.h"
+#include "kv_layout.h"
 
 namespace calstack {
 namespace {
@@ -19,8 +20,7 @@ size_t reserve_bytes(size_t stride, int blocks) {
 }  // namespace
 
 size_t KVShape::layer_bytes() const {
-  const size_t element = type == KVType::f32 ? 4 : 2;
-  return 2 * static_cast<size_t>(kv_heads) * kBlockPositions * static_cast<size_t>(head_dim) * element;
+  return KVPlaces(type, kv_heads, head_dim).bytes();
 }
 
 KVPool::KVPool(const KVShape& shape)

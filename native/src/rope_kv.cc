@@ -1,6 +1,7 @@
 // Rope tables, and the step between the QKV projection and attention: q/k norm, rope, and K and V written to the cache.
 #include "kernel_parts.h"
 #include "half.h"
+#include "kv_layout.h"
 #include "simd/simd.h"
 
 namespace calstack {
@@ -72,35 +73,70 @@ void rotate(float* x, const float* table, int half) {
 
 // --- cache ---------------------------------------------------------------------------------------------------------------
 
-CALSTACK_INLINE void put(float* to, float x) { *to = x; }
-CALSTACK_INLINE void put(uint16_t* to, float x) { *to = f32_to_bf16(x); }
-CALSTACK_INLINE void put_first(float* to, const float* x, int n) { F32x16::load_first(x, n).store_first(to, n); }
-CALSTACK_INLINE void put_first(uint16_t* to, const float* x, int n) {
+// How values of a head become stored ones: `inv` is 127 / max for int8, else unused.
+CALSTACK_INLINE void put(float* to, float x, float) { *to = x; }
+CALSTACK_INLINE void put(uint16_t* to, float x, float) { *to = f32_to_bf16(x); }
+CALSTACK_INLINE void put(int8_t* to, float x, float inv) { *to = (int8_t)__builtin_rintf(x * inv); }
+CALSTACK_INLINE void put_first(float* to, const float* x, int n, float) { F32x16::load_first(x, n).store_first(to, n); }
+CALSTACK_INLINE void put_first(uint16_t* to, const float* x, int n, float inv) {
   if (n == 16) return F32x16::load(x).store_bf16(to);
-  for (int i = 0; i < n; ++i) to[i] = f32_to_bf16(x[i]);
+  for (int i = 0; i < n; ++i) put(to + i, x[i], inv);
+}
+CALSTACK_INLINE void put_first(int8_t* to, const float* x, int n, float inv) {
+  if (n == 16) return store_i8(to_i32(F32x16::load(x) * F32x16::broadcast(inv)), to);
+  for (int i = 0; i < n; ++i) put(to + i, x[i], inv);
 }
 
-// One head's K and V of one position. K = [64/16][dim][16 keys], V = [64][dim].
-template <class T>
-void write_head(T* k_plane, T* v_plane, int j, int dim, const float* k, const float* v) {
-  T* to = k_plane + static_cast<size_t>(j / 16 * dim) * 16 + j % 16;
-  for (int d = 0; d < dim; ++d) put(to + static_cast<size_t>(d) * 16, k[d]);
-  for (int d = 0; d < dim; d += 16) put_first(v_plane + static_cast<size_t>(j * dim + d), v + d, rest(d, dim));
+struct Scale {
+  float inv, value;
+};
+
+Scale scale_of(const float* x, int n) {
+  F32x16 top = F32x16::zero();
+  for (int i = 0; i < n; i += 16) top = max(top, abs(F32x16::load_first(x + i, rest(i, n))));
+  const float amax = max_lane(top);
+  if (amax < 0x1p-100f) return {0.0f, 0.0f};
+  return {127.0f / amax, amax / 127.0f};
 }
 
+// K = [64/16][dim][16 keys].
 template <class T>
+void write_k(T* plane, int j, int dim, const float* k, float inv) {
+  T* to = plane + static_cast<size_t>(j / 16 * dim) * 16 + j % 16;
+  for (int d = 0; d < dim; ++d) put(to + static_cast<size_t>(d) * 16, k[d], inv);
+}
+
+// V = [64][dim].
+template <class T>
+void write_v(T* plane, int j, int dim, const float* v, float inv) {
+  for (int d = 0; d < dim; d += 16) put_first(plane + static_cast<size_t>(j * dim + d), v + d, rest(d, dim), inv);
+}
+
+template <class K, class V>
 void write_kv(const KVView& kv, int lane, int position, const float* k, const float* v) {
   uint8_t* layer = kv.base + static_cast<size_t>(kv.tables[lane][position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
-  T* base = reinterpret_cast<T*>(layer);
-  const size_t plane = static_cast<size_t>(kBlockPositions) * static_cast<size_t>(kv.head_dim), heads = static_cast<size_t>(kv.kv_heads);
-  for (size_t h = 0; h < heads; ++h) {
-    const size_t at = h * static_cast<size_t>(kv.head_dim);
-    write_head(base + h * plane, base + (heads + h) * plane, position % kBlockPositions, kv.head_dim, k + at, v + at);
+  const KVPlaces at(kv.type, kv.kv_heads, kv.head_dim);
+  const int j = position % kBlockPositions, dim = kv.head_dim;
+  for (size_t h = 0; h < at.heads; ++h, k += dim, v += dim) {
+    const Scale ks = sizeof(K) == 1 ? scale_of(k, dim) : Scale{}, vs = sizeof(V) == 1 ? scale_of(v, dim) : Scale{};
+    write_k(reinterpret_cast<K*>(layer + at.k(h)), j, dim, k, ks.inv);
+    write_v(reinterpret_cast<V*>(layer + at.v(h)), j, dim, v, vs.inv);
+    if (sizeof(K) == 1) reinterpret_cast<float*>(layer + at.k_scale(h))[j] = ks.value;
+    if (sizeof(V) == 1) reinterpret_cast<float*>(layer + at.v_scale(h))[j] = vs.value;
   }
+}
+
+using Write = void (*)(const KVView& kv, int lane, int position, const float* k, const float* v);
+
+Write writer(KVType type) {
+  if (type == KVType::f32) return write_kv<float, float>;
+  if (type == KVType::bf16) return write_kv<uint16_t, uint16_t>;
+  return type == KVType::i8 ? write_kv<int8_t, int8_t> : write_kv<uint16_t, int8_t>;
 }
 
 void qk_norm_rope_kv(float* qkv, size_t xs, const float* table, size_t ts, int rope_dim, const float* q_norm, const float* k_norm, float eps,
                      const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1) {
+  const Write write = writer(kv.type);
   for (int r = r0; r < r1; ++r) {
     float* x = qkv + static_cast<size_t>(r) * xs;
     for (int h = 0; h < s.heads + s.kv_heads; ++h) {  // k heads follow the q heads
@@ -111,7 +147,7 @@ void qk_norm_rope_kv(float* qkv, size_t xs, const float* table, size_t ts, int r
     }
     const float* k = x + static_cast<size_t>(s.heads) * static_cast<size_t>(s.head_dim);
     const float* v = k + static_cast<size_t>(s.kv_heads) * static_cast<size_t>(s.head_dim);
-    kv.type == KVType::f32 ? write_kv<float>(kv, lanes[r], positions[r], k, v) : write_kv<uint16_t>(kv, lanes[r], positions[r], k, v);
+    write(kv, lanes[r], positions[r], k, v);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "calstack/kernels.h"
+#include "kv_layout.h"
 
 namespace {
 
@@ -40,7 +41,7 @@ struct Cache {
   KVView view;
 
   Cache(KVType type, const AttnShape& s, int positions) {
-    const size_t block = static_cast<size_t>(2 * s.kv_heads * s.head_dim * kBlockPositions) * (type == KVType::bf16 ? 2 : 4);
+    const size_t block = KVPlaces(type, s.kv_heads, s.head_dim).bytes();
     const int blocks = (positions + kBlockPositions - 1) / kBlockPositions;
     bytes.assign(block * static_cast<size_t>(blocks), 0xff);
     for (int i = blocks; i > 0; --i) table.push_back(i - 1);
@@ -135,7 +136,7 @@ void test_sampler(const KernelTable& t, const KernelTable& ref, size_t vocab, bo
 }
 
 void test_table(const KernelTable& t, const KernelTable& ref) {
-  for (KVType type : {KVType::f32, KVType::bf16})
+  for (KVType type : {KVType::f32, KVType::bf16, KVType::bf16_v8, KVType::i8})
     for (int dim : {8, 16, 24, 64, 80, 256})
       for (int rows : {1, 17, 70, 300}) test_attention(t, ref, {6, 2, dim, rows > 100 ? 90 : 0, 0.2f, rows == 17 ? 20.0f : 0.0f}, type, rows);
   for (size_t vocab : {1, 15, 16, 33, 300, 5000})

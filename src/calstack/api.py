@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,14 @@ from calstack.progress import Progress, Silent
 from calstack.quality.verify import VerifyReport, verify_calbin
 from calstack.runtime.direct import DirectRunner
 from calstack.specs import KVDType, QuantSpec, WeightFormat
+from calstack.targets.spec import load_target
 
 if TYPE_CHECKING:
+    from calstack.compiler.inventory import OperatorRow
     from calstack.compiler.options import CompileOptions as CompilerOptions
     from calstack.graph.model import GraphBundle
+    from calstack.plan import PlanReport
+    from calstack.targets.spec import TargetSpec
 
 __all__ = [
     "LLM",
@@ -94,6 +99,8 @@ def compile_model(
         manifest = compile_into(bundle, writer, wanted, progress)
         if options.keep_onnx is not None:
             _keep_onnx(bundle, options.keep_onnx, progress)
+        if manifest.weightless:
+            return writer.seal(manifest)
         text = None if options.quality_text is None else QualityText("given text", options.quality_text)
         manifest = add_quality(writer, manifest, Oracle(bundle), bundle.tokenizer_json, progress, card=options.quality, text=text)
         return writer.seal(manifest)
@@ -103,6 +110,45 @@ def _keep_onnx(bundle: GraphBundle, out: Path, progress: Progress) -> None:
     from calstack.frontends.onnx_dir import keep_onnx
 
     keep_onnx(bundle, out, progress=progress)
+
+
+def measured_target(nbytes: int = 256 << 20) -> TargetSpec:
+    """The cpu target with this machine's ceilings, that of memory over a buffer of `nbytes`."""
+    from calstack.plan import measured
+
+    found = ceilings(nbytes=min(max(nbytes, 1 << 20), 1 << 30))
+    return measured(load_target("cpu"), found.read_gb_s, found.int8_gop_s)
+
+
+def inventory(path: Path) -> list[OperatorRow]:
+    """Every operator of a model's graphs, or of any ONNX file, sorted by what the compiler does with it.
+
+    Raises:
+        SourceError, UnsupportedError: when the source cannot be opened.
+    """
+    from calstack.compiler.inventory import list_operators
+    from calstack.frontends import open_source
+    from calstack.frontends.onnx_any import read_onnx
+
+    if path.suffix == ".onnx":
+        return list_operators([read_onnx(path)])
+    return list_operators(list(open_source(path).graphs.values()))
+
+
+def plan_model(
+    source: str | Path, *, options: CompileOptions | None = None, contexts: Sequence[int] = (), quant: str = "source"
+) -> PlanReport:
+    """What a model takes on a target and how fast it should run, without reading its weights.
+
+    Raises:
+        SourceError, UnsupportedError, UsageError: as `compile_model`, before any long work.
+    """
+    from calstack.plan import make_plan
+
+    options = options or CompileOptions()
+    target = load_target(options.target)
+    target_for = measured_target if options.target == "cpu" else lambda _: target
+    return make_plan(Path(source), options.for_compiler(), target_for, contexts=contexts, quant=quant)
 
 
 def verify(calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None) -> VerifyReport:

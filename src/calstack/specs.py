@@ -26,6 +26,7 @@ __all__ = [
     "SamplingParams",
     "TensorSpec",
     "WeightFormat",
+    "parse_quant",
 ]
 
 
@@ -47,10 +48,21 @@ class DType(enum.StrEnum):
 
 
 class KVDType(enum.StrEnum):
-    """Element type of the KV cache."""
+    """Element type of the KV cache; int8 planes hold a f32 scale per position and head beside the codes."""
 
     F32 = "f32"
     BF16 = "bf16"
+    BF16_V8 = "bf16_v8"  # K bf16, V int8
+    I8 = "i8"
+
+    @property
+    def plane_bytes(self) -> tuple[int, int]:
+        """Bytes of an element of K and of V."""
+        return {"f32": (4, 4), "bf16": (2, 2), "bf16_v8": (2, 1), "i8": (1, 1)}[self.value]
+
+    def position_bytes(self, head_dim: int) -> int:
+        """Bytes of K and V of one position and head, scales included."""
+        return sum(size * head_dim + (4 if size == 1 else 0) for size in self.plane_bytes)
 
 
 class Role(enum.StrEnum):
@@ -193,6 +205,27 @@ class QuantSpec(_Frozen, frozen=True, kw_only=True):
     minimum: bool = True  # w4: store a minimum beside the scale
     head: WeightFormat | None = None  # lm_head and embedding; None = as default, but never below 8 bit
     overrides: tuple[tuple[str, WeightFormat], ...] = ()  # (glob over tensor names, format), first match wins
+
+
+def parse_quant(text: str) -> QuantSpec:
+    """`w4a8` or `w8a8,group=64,min=off,head=f16,GLOB=FORMAT,…` as a QuantSpec; ValueError with the part that is not understood."""
+    first, *rest = text.split(",")
+    default = None if first in ("", "source") else WeightFormat(first)
+    group, minimum, head = 32, True, None
+    overrides: list[tuple[str, WeightFormat]] = []
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{part!r} is not KEY=VALUE")
+        if key == "group":
+            group = int(value)
+        elif key == "min":
+            minimum = {"on": True, "off": False}[value]
+        elif key == "head":
+            head = WeightFormat(value)
+        else:
+            overrides.append((key, WeightFormat(value)))
+    return QuantSpec(default=default, group=group, minimum=minimum, head=head, overrides=tuple(overrides))
 
 
 class LogitBias(_Frozen, frozen=True, kw_only=True):

@@ -63,8 +63,9 @@ class Submit(_Msg, frozen=True, kw_only=True):
     choice: int = 0
     stop_ids: tuple[int, ...] = ()  # a sampled id among these ends the choice (finish "stop"); it is not delivered as text
     ignore_eos: bool = False
+    min_tokens: int = 0  # output ids before which no stop id is sampled
     top_logprobs: int = -1
-    prompt_logprobs: int = -1  # reserved for echo
+    prompt_logprobs: int = -1  # -1 none; n >= 0: score every prompt id but the first, with the n most likely ids
     priority: int = 0  # lower runs first
     deadline_ms: int = 0  # from arrival; 0 = none
     adapter: int = 0
@@ -172,6 +173,8 @@ class TokenOut(_Value, frozen=True, kw_only=True):
     ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
+    prompt_start: int = 0  # `prompt_logprobs` are of the prompt ids from here on; a range may come again after a restart
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class LaunchTimes(_Value, frozen=True, kw_only=True):

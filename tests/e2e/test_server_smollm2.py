@@ -65,6 +65,13 @@ def test_seed_decides_the_text(server: Served) -> None:
     assert len(set(texts)) == 3
 
 
+def test_tiny_temperature_gives_the_greedy_text(server: Served) -> None:
+    greedy = server.complete("The capital of France is", seed=3)
+    for temperature in (1e-10, 1e-38, 0):
+        assert server.complete("The capital of France is", seed=4, temperature=temperature) == greedy
+    assert server.complete("The capital of France is", temperature=1e9, seed=1)
+
+
 def test_choices_are_the_same_alone_and_among_others(server: Served) -> None:
     body: dict[str, Any] = {"prompt": "A story:", "temperature": 1.0, "seed": 5, "max_tokens": 24}
     texts = [choice.text for choice in server.openai.completions.create(model=MODEL, n=3, **body).choices]
@@ -211,3 +218,34 @@ def test_sigterm_lets_a_stream_finish_and_exits_with_zero(smollm2_calbin: Path, 
                 assert httpx.get(f"{server.url}/health").status_code == 503
         assert "".join(parts) == whole
         assert server.process.wait(10) == 0
+
+
+def scored(server: Served, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, list[Any]]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "logprobs": 3, **more}
+    return dict(server.http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"])
+
+
+def test_prompts_log_probabilities_are_those_that_its_generation_had(server: Served) -> None:
+    start = server.http.post("/tokenize", json={"content": PROMPTS[1]}).json()["tokens"]
+    made = scored(server, start, 60, return_tokens=True)
+    ids = server.http.post("/completion", json={"prompt": start, "n_predict": 60, "temperature": 0, "return_tokens": True}).json()["tokens"]
+    whole = [*start, *ids[: len(made["tokens"])]]
+    for max_tokens in (0, 1):
+        again = scored(server, whole, max_tokens, echo=True)
+        assert again["tokens"][len(start) : len(whole)] == made["tokens"]
+        given, found = made["token_logprobs"], again["token_logprobs"][len(start) : len(whole)]
+        assert found == pytest.approx(given, abs=1e-5)
+        assert again["top_logprobs"][len(start) + 7] == pytest.approx(made["top_logprobs"][7], abs=1e-5)
+
+
+def test_fewest_tokens_hold_the_end_back(server: Served) -> None:
+    short = server.openai.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=64)
+    long = server.openai.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=64, extra_body={"min_tokens": 40}
+    )
+    assert short.usage is not None
+    assert long.usage is not None
+    assert short.usage.completion_tokens < 30
+    assert long.usage.completion_tokens >= 40
+    first, again = short.choices[0].message.content or "", long.choices[0].message.content or ""
+    assert again.startswith(first)

@@ -11,7 +11,9 @@ from calstack.native import _core
 kernels = _core.kernels
 ISAS = [isa for isa in kernels.isas() if isa not in ("reference", "avx2_vnni")]  # these families of avx2_vnni are those of avx2
 BLOCK = 64
-POISON = 0xFF  # NaN in both cache types
+POISON = 0xFF  # NaN in float planes and in scales
+SIZES = {"f32": (4, 4), "bf16": (2, 2), "bf16_v8": (2, 1), "i8": (1, 1)}  # bytes of an element of K and of V
+DTYPES = {4: np.float32, 2: np.uint16, 1: np.int8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Case:
     dim: int = 64
     heads: int = 9
     kv_heads: int = 3
-    bf16: bool = True
+    kv: str = "bf16"
     window: int = 0
     softcap: float = 0.0
 
@@ -60,37 +62,58 @@ class Lane:
         self.case = case
         self.positions = positions or case.end
         n = (self.positions + BLOCK - 1) // BLOCK
-        elem = 2 if case.bf16 else 4
-        self.layer_bytes = 2 * case.kv_heads * case.dim * BLOCK * elem
+        self.layer_bytes = case.kv_heads * BLOCK * sum(size * case.dim + 4 * (size == 1) for size in SIZES[case.kv])
         self.blocks = np.full((n + 2, self.layer_bytes + 128), POISON, np.uint8)
         self.tables = rng.permutation(n + 2)[:n].astype(np.int32)[None].copy()
         self.cache = kernels.Cache(
-            self.blocks, self.tables, case.bf16, case.heads, case.kv_heads, case.dim, case.window, case.scale, case.softcap
+            self.blocks, self.tables, case.kv, case.heads, case.kv_heads, case.dim, case.window, case.scale, case.softcap
         )
 
     def planes(self, block):
-        """K [kv, 4, dim, 16] and V [kv, 64, dim] of a block, as u16 or f32."""
-        c = self.case
-        layer = self.blocks[block, -self.layer_bytes :].view(np.uint16 if c.bf16 else np.float32)
-        k, v = np.split(layer, 2)
-        return k.reshape(c.kv_heads, 4, c.dim, 16), v.reshape(c.kv_heads, BLOCK, c.dim)
+        """K [kv, 4, dim, 16] and V [kv, 64, dim] of a block as stored, and the f32 scales [kv, 64] of each (None without)."""
+        c, (k_size, v_size) = self.case, SIZES[self.case.kv]
+        layer = self.blocks[block, -self.layer_bytes :]
+        n, scales = c.kv_heads * BLOCK * c.dim, c.kv_heads * BLOCK * 4
+        ends = np.cumsum([n * k_size, n * v_size, scales * (k_size == 1), scales * (v_size == 1)])
+        k, v, ks, vs, _ = np.split(layer, ends)
+        k, v = k.view(DTYPES[k_size]).reshape(c.kv_heads, 4, c.dim, 16), v.view(DTYPES[v_size]).reshape(c.kv_heads, BLOCK, c.dim)
+        return k, v, *(s.view(np.float32).reshape(c.kv_heads, BLOCK) if s.size else None for s in (ks, vs))
 
     def put(self, position, k, v):
         """K and V [kv, dim] of one position, rounded as the cache rounds."""
-        if self.case.bf16:
-            k, v = bf16_bits(k), bf16_bits(v)
-        to_k, to_v = self.planes(self.tables[0, position // BLOCK])
+        to_k, to_v, k_scale, v_scale = self.planes(self.tables[0, position // BLOCK])
         j = position % BLOCK
-        to_k[:, j // 16, :, j % 16] = k
-        to_v[:, j] = v
+        to_k[:, j // 16, :, j % 16], scale = stored(k, to_k.dtype)
+        if k_scale is not None:
+            k_scale[:, j] = scale
+        to_v[:, j], scale = stored(v, to_v.dtype)
+        if v_scale is not None:
+            v_scale[:, j] = scale
 
     def get(self, position):
-        k, v = self.planes(self.tables[0, position // BLOCK])
+        k, v, k_scale, v_scale = self.planes(self.tables[0, position // BLOCK])
         j = position % BLOCK
-        k, v = k[:, j // 16, :, j % 16], v[:, j]
-        return (
-            (k, v) if not self.case.bf16 else ((k.astype(np.uint32) << 16).view(np.float32), (v.astype(np.uint32) << 16).view(np.float32))
+        return tuple(
+            floats(x, None if scale is None else scale[:, j]) for x, scale in ((k[:, j // 16, :, j % 16], k_scale), (v[:, j], v_scale))
         )
+
+
+def stored(x, dtype):
+    """Values [heads, dim] as the cache holds them, and the scale of each head (of int8)."""
+    x = np.ascontiguousarray(x, np.float32)
+    if dtype == np.float32:
+        return x, None
+    if dtype == np.uint16:
+        return bf16_bits(x), None
+    top = np.abs(x).max(axis=1, keepdims=True)
+    return np.rint(x * (np.float32(127) / top)).astype(np.int8), (top / np.float32(127))[:, 0]
+
+
+def floats(x, scale):
+    """What stored values [heads, dim] stand for."""
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32)
+    return x if scale is None else x.astype(np.float32) * scale[:, None]
 
 
 def filled(case, rng, first=0):

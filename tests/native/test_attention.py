@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.native.attention_support import ISAS, POISON, Case, attention_f64, filled, kernels, positions_of, run, same_bits
+from tests.native.attention_support import ISAS, POISON, SIZES, Case, attention_f64, filled, kernels, positions_of, run, same_bits
 
 pytestmark = pytest.mark.native
 
@@ -25,10 +25,10 @@ def both(isa, case, seed=0):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("kv", list(SIZES))
 @pytest.mark.parametrize("context", EDGES)
-def test_decode_row_equals_reference_at_tile_and_split_edges(isa, bf16, context):
-    both(isa, Case(past=context - 1, rows=1, bf16=bf16))
+def test_decode_row_equals_reference_at_tile_and_split_edges(isa, kv, context):
+    both(isa, Case(past=context - 1, rows=1, kv=kv))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -36,15 +36,15 @@ def test_decode_row_equals_reference_at_tile_and_split_edges(isa, bf16, context)
 @pytest.mark.parametrize("past", [0, 1, 63, 200])
 def test_prefill_rows_equal_reference(isa, rows, past):
     both(isa, Case(past=past, rows=rows))
-    both(isa, Case(past=past, rows=rows, bf16=False, heads=4, kv_heads=2, dim=32))
+    both(isa, Case(past=past, rows=rows, kv="f32", heads=4, kv_heads=2, dim=32))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dim", [8, 16, 24, 32, 40, 64, 72, 80, 96, 120, 128, 192, 256])
-@pytest.mark.parametrize("bf16", [True, False])
-def test_head_dim_equals_reference(isa, dim, bf16):
-    both(isa, Case(past=70, rows=7, dim=dim, heads=4, kv_heads=2, bf16=bf16))
-    both(isa, Case(past=300, rows=1, dim=dim, heads=4, kv_heads=2, bf16=bf16))
+@pytest.mark.parametrize("kv", list(SIZES))
+def test_head_dim_equals_reference(isa, dim, kv):
+    both(isa, Case(past=70, rows=7, dim=dim, heads=4, kv_heads=2, kv=kv))
+    both(isa, Case(past=300, rows=1, dim=dim, heads=4, kv_heads=2, kv=kv))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -76,20 +76,20 @@ def test_softcap_equals_reference(isa):
     dim=st.sampled_from([8, 16, 24, 32, 64, 80]),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 8),
-    bf16=st.booleans(),
+    kv=st.sampled_from(list(SIZES)),
     window=st.one_of(st.just(0), st.integers(1, 400)),
     softcap=st.sampled_from([0.0, 30.0]),
     seed=st.integers(0, 2**32),
 )
-def test_random_case_equals_reference(isa, past, rows, dim, kv_heads, group, bf16, window, softcap, seed):
-    both(isa, Case(past, rows, dim, kv_heads * group, kv_heads, bf16, window, softcap), seed)
+def test_random_case_equals_reference(isa, past, rows, dim, kv_heads, group, kv, window, softcap, seed):
+    both(isa, Case(past, rows, dim, kv_heads * group, kv_heads, kv, window, softcap), seed)
 
 
 @pytest.mark.parametrize(
     "case",
     [
         Case(past=0, rows=70),
-        Case(past=300, rows=3, bf16=False),
+        Case(past=300, rows=3, kv="f32"),
         Case(past=260, rows=2, window=100),
         Case(past=100, rows=4, softcap=10.0),
     ],
@@ -114,7 +114,7 @@ def split_and_merge(isa, case, lane, qkv, row):
     "case",
     [
         Case(past=0, rows=67, dim=32),
-        Case(past=250, rows=20, bf16=False, dim=24, heads=4, kv_heads=2),
+        Case(past=250, rows=20, kv="f32", dim=24, heads=4, kv_heads=2),
         Case(past=520, rows=70, window=300, dim=16, heads=8, kv_heads=1),
         Case(past=1010, rows=20, softcap=20.0, dim=16),
     ],
@@ -141,9 +141,9 @@ def test_partials_equal_reference_and_say_when_nothing_is_seen(isa):
 
 
 @pytest.mark.parametrize("isa", ALL)
-@pytest.mark.parametrize("bf16", [True, False])
-def test_unseen_cache_bytes_never_matter(isa, bf16):
-    case = Case(past=200, rows=30, window=90, bf16=bf16, dim=24, heads=4, kv_heads=2)
+@pytest.mark.parametrize("kv", list(SIZES))
+def test_unseen_cache_bytes_never_matter(isa, kv):
+    case = Case(past=200, rows=30, window=90, kv=kv, dim=24, heads=4, kv_heads=2)
     results = []
     for garbage in (POISON, 0x00, 0x7F, 0x80):
         lane, qkv = filled(case, np.random.default_rng(4), first=200 - 89)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.native.attention_support import ISAS, POISON, Case, Lane, bf16_round, kernels, positions_of, same_bits
+from tests.native.attention_support import DTYPES, ISAS, POISON, SIZES, Case, Lane, floats, kernels, positions_of, same_bits, stored
 
 pytestmark = pytest.mark.native
 
@@ -62,13 +62,13 @@ def arguments(case, rng, norm, rope_dim):
     dim=st.sampled_from([8, 16, 24, 32, 40, 64, 80, 96, 128, 256]),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
-    bf16=st.booleans(),
+    kv=st.sampled_from(list(SIZES)),
     norm=st.booleans(),
     rope=st.sampled_from(["none", "half", "whole"]),
     seed=st.integers(0, 2**32),
 )
-def test_random_step_equals_reference(isa, past, rows, dim, kv_heads, group, bf16, norm, rope, seed):
-    case = Case(past, rows, dim, kv_heads * group, kv_heads, bf16)
+def test_random_step_equals_reference(isa, past, rows, dim, kv_heads, group, kv, norm, rope, seed):
+    case = Case(past, rows, dim, kv_heads * group, kv_heads, kv)
     x, more = arguments(case, np.random.default_rng(seed), norm, {"none": 0, "half": dim // 2, "whole": dim}[rope])
     got, cache = step(isa, case, x, **more)
     want, want_cache = step("reference", case, x, **more)
@@ -76,9 +76,9 @@ def test_random_step_equals_reference(isa, past, rows, dim, kv_heads, group, bf1
     np.testing.assert_array_equal(cache.blocks, want_cache.blocks)
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-def test_reference_step_equals_numpy(bf16):
-    case = Case(past=60, rows=10, dim=24, heads=4, kv_heads=2, bf16=bf16)
+@pytest.mark.parametrize("kv", list(SIZES))
+def test_reference_step_equals_numpy(kv):
+    case = Case(past=60, rows=10, dim=24, heads=4, kv_heads=2, kv=kv)
     x, more = arguments(case, np.random.default_rng(1), norm=True, rope_dim=16)
     got, lane = step("reference", case, x, **more)
     heads = x.reshape(case.rows, -1, case.dim).astype(np.float64)
@@ -91,10 +91,10 @@ def test_reference_step_equals_numpy(bf16):
     q, k, v = np.split(want, [case.heads, case.heads + case.kv_heads], axis=1)
     np.testing.assert_allclose(got.reshape(want.shape)[:, : case.heads], q, atol=2e-6)
     for row, position in enumerate(positions_of(case)):
-        tolerance = 1e-2 if bf16 else 2e-6
-        np.testing.assert_allclose(lane.get(position)[0], k[row], rtol=tolerance, atol=tolerance)
+        k_tolerance = {"f32": 2e-6, "i8": 2e-2}.get(kv, 1e-2)
+        np.testing.assert_allclose(lane.get(position)[0], k[row], rtol=k_tolerance, atol=k_tolerance)
         values = v[row].astype(np.float32)
-        np.testing.assert_array_equal(lane.get(position)[1], bf16_round(values) if bf16 else values)
+        np.testing.assert_array_equal(lane.get(position)[1], floats(*stored(values, DTYPES[SIZES[kv][1]])))
 
 
 @pytest.mark.parametrize("isa", ALL)
@@ -111,9 +111,9 @@ def test_write_touches_only_its_positions(isa):
 
 @pytest.mark.parametrize("isa", ALL)
 def test_rows_of_several_lanes_go_to_their_own_blocks(isa):
-    case = Case(past=0, rows=2, dim=16, heads=1, kv_heads=1, bf16=False)
+    case = Case(past=0, rows=2, dim=16, heads=1, kv_heads=1, kv="f32")
     blocks = np.zeros((2, 2 * 16 * 64 * 4), np.uint8)
-    cache = kernels.Cache(blocks, np.array([[1], [0]], np.int32), False, 1, 1, 16)
+    cache = kernels.Cache(blocks, np.array([[1], [0]], np.int32), "f32", 1, 1, 16)
     x = np.random.default_rng(3).standard_normal((2, case.row_floats), np.float32)
     kernels.qk_norm_rope_kv(isa, cache, x, np.array([0, 1], np.int32), np.array([5, 9], np.int32))
     v = blocks.view(np.float32).reshape(2, 2, 64, 16)[:, 1]

@@ -151,6 +151,10 @@ class FakeEngine:
         matcher = self.matcher(submit)
         if "<|error|>" in has and submit.prompt[-1] == self.rules.specials["<|error|>"]:
             return failed()
+        if submit.prompt_logprobs >= 0:
+            self.out(
+                submit.request, prompt_start=1, prompt_logprobs=tuple(self.score(id_, submit.prompt_logprobs) for id_ in submit.prompt[1:])
+            )
         while count < submit.max_tokens:
             if "<|hang|>" in has:
                 await asyncio.sleep(3600)
@@ -158,19 +162,23 @@ class FakeEngine:
             id_ = self.next_id(submit, script, count, has)
             if matcher is not None:
                 id_ = self.allowed(matcher, id_, f"{submit.seed}/{submit.choice}/{count}")
+            if id_ in submit.stop_ids and count < submit.min_tokens:
+                id_ = script[count % len(script)]
             if id_ in submit.stop_ids or id_ < 0:
                 return wire.Finish(reason="stop", stop_id=id_, usage=usage(len(submit.prompt), count + 1, 0))
-            tops = range(max(0, submit.top_logprobs))
-            logprob = wire.TokenLogprob(
-                logprob=-(id_ % 7) / 4, top_ids=tuple((id_ + t) % self.rules.vocab for t in tops), top_logprobs=tuple(-t / 2 for t in tops)
-            )
-            self.out(submit.request, (id_,), logprobs=(logprob,) if submit.top_logprobs >= 0 else ())
+            self.out(submit.request, (id_,), logprobs=(self.score(id_, submit.top_logprobs),) if submit.top_logprobs >= 0 else ())
             count += 1
             if count == 2 and "<|error|>" in has:
                 return failed()
             if count >= 2 and "<|crash|>" in has:
                 await self.crash()
         return wire.Finish(reason="length", usage=usage(len(submit.prompt), count, 0))
+
+    def score(self, id_: int, top: int) -> wire.TokenLogprob:
+        tops = range(top)
+        return wire.TokenLogprob(
+            logprob=-(id_ % 7) / 4, top_ids=tuple((id_ + t) % self.rules.vocab for t in tops), top_logprobs=tuple(-t / 2 for t in tops)
+        )
 
     def matcher(self, submit: wire.Submit) -> Matcher | None:
         if not submit.grammar:

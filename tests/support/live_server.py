@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,13 @@ def live_server(
     directory: Path, *, template: str | None = TEMPLATE, generation: dict[str, Any] | None = None, wait: bool = True, grace_s: float = 5.0,
     limits: LimitsConfig | None = None, access: AccessConfig | None = None,
     ops: OpsConfig | None = None, listen: ListenConfig | None = None, runtime_dir: Path | None = None,
-    trace: TraceConfig | None = None, log: LogConfig | None = None, **rules: Any,
+    trace: TraceConfig | None = None, log: LogConfig | None = None, more_specials: Sequence[str] = (), **rules: Any,
 ) -> Iterator[LiveServer]:  # fmt: skip
     """Start, yield, stop and check that the server went down in order."""
-    calbin = write_calbin(directory, template=template, generation=generation)
+    calbin = write_calbin(directory, template=template, generation=generation, more_specials=more_specials)
     made = Rules(
         specials={name: special(name) for name in SPECIALS},
-        vocab=vocab_size(),
+        vocab=vocab_size() + len(more_specials),
         crash_file=str(directory / "crashed"),
         log_file=str(directory / "engine.log"),
         **rules,

@@ -206,7 +206,7 @@ def _layer(t: Tiny, i: int) -> list[Call]:
 
 
 def _manifest(t: Tiny, params: dict[str, np.ndarray], packed: dict[str, np.ndarray], arena: int) -> Manifest:
-    kv_bytes = t.layers * 2 * t.kv_heads * BLOCK * t.head_dim * (4 if t.kv is KVDType.F32 else 2)
+    kv_bytes = t.layers * t.kv_heads * BLOCK * t.kv.position_bytes(t.head_dim)
     sizes = {n: v.nbytes for n, v in packed.items()}
     assert all(sizes[n] == weight_bytes(_weight(n, *v.shape)) for n, v in params.items() if _is_linear(n))
     chip = Chip(

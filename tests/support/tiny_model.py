@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,21 @@ def vocab_size() -> int:
     return int(Tokenizer.from_str(tokenizer_json()).get_vocab_size())
 
 
-def write_calbin(directory: Path, *, template: str | None = TEMPLATE, generation: dict[str, Any] | None = None) -> Path:
+def write_calbin(
+    directory: Path, *, template: str | None = TEMPLATE, generation: dict[str, Any] | None = None, more_specials: Sequence[str] = ()
+) -> Path:
     """Write what the server reads; gives the directory."""
+    tokenizer = Tokenizer.from_str(tokenizer_json())
+    tokenizer.add_special_tokens(list(more_specials))
     path = directory / "tiny.calbin"
     path.mkdir(parents=True)
     spec = ModelSpec(
-        arch="llama", name="tiny", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1, head_dim=16, vocab=vocab_size(), context=512,
-        rope=RopeSpec(dim=16), bos_ids=(special("<|im_start|>"),), eos_ids=(special("<|im_end|>"),),
+        arch="llama", name="tiny", layers=1, hidden=32, intermediate=64, heads=2, kv_heads=1, head_dim=16, context=512,
+        vocab=tokenizer.get_vocab_size(), rope=RopeSpec(dim=16), bos_ids=(special("<|im_start|>"),), eos_ids=(special("<|im_end|>"),),
     )  # fmt: skip
     manifest = {"format_major": 1, "format_minor": 0, "model": msgspec.to_builtins(spec)}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    (path / "tokenizer.json").write_text(tokenizer_json())
+    (path / "tokenizer.json").write_text(tokenizer.to_str())
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
     if generation is not None:

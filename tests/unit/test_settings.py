@@ -18,7 +18,7 @@ from calstack.server.config import ServeConfig
 def configured(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """The configurations that the server was started with."""
     seen: list[ServeConfig] = []
-    monkeypatch.setattr(server_main, "serve", seen.append)
+    monkeypatch.setattr(server_main, "serve", lambda config, notify: seen.append(config))
     return seen
 
 

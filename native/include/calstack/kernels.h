@@ -9,7 +9,7 @@
 namespace calstack {
 
 enum class WFmt : int32_t { w4a8, w8a8, w4a16, bf16, f16, f32 };
-enum class KVType : int32_t { f32, bf16 };
+enum class KVType : int32_t { f32, bf16, bf16_v8, i8 };
 enum class Act : int32_t { silu, gelu_tanh, gelu };
 enum class Epilogue : int32_t { store, residual, gated };
 
@@ -56,7 +56,8 @@ struct KVView {
   size_t layer_offset;         // of this call's layer inside a block: K then V
   int kv_heads, head_dim;
   const int32_t* const* tables;  // per lane: block ids
-  // inside a layer of a block: K = [kv_head][64/16][head_dim][16 keys], then V = [kv_head][64 keys][head_dim]
+  // inside a layer of a block: K = [kv_head][64/16][head_dim][16 keys], then V = [kv_head][64 keys][head_dim], then for int8 planes
+  // their f32 scales [kv_head][64], K's before V's (src/kv_layout.h)
 };
 
 struct AttnShape {

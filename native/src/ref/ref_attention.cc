@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "../kernel_parts.h"
+#include "../kv_layout.h"
 #include "ref_math.h"
 
 namespace calstack::reference {
@@ -14,25 +15,32 @@ struct Cache {
   const int32_t* table;
   size_t head;
 
-  float read(size_t position, size_t element) const {
-    const uint8_t* layer = kv.base + static_cast<size_t>(table[position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
-    if (kv.type == KVType::f32) {
-      float f;
-      std::memcpy(&f, layer + element * 4, 4);
-      return f;
-    }
-    uint16_t h;
-    std::memcpy(&h, layer + element * 2, 2);
-    return bf16_to_float(h);
+  const uint8_t* layer(size_t position) const {
+    return kv.base + static_cast<size_t>(table[position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
   }
+  static float read(const uint8_t* plane, size_t element, size_t bytes) {
+    if (bytes == 1) return static_cast<float>(reinterpret_cast<const int8_t*>(plane)[element]);
+    if (bytes == 2) {
+      uint16_t h;
+      std::memcpy(&h, plane + element * 2, 2);
+      return bf16_to_float(h);
+    }
+    float f;
+    std::memcpy(&f, plane + element * 4, 4);
+    return f;
+  }
+  KVPlaces places() const { return KVPlaces(kv.type, kv.kv_heads, kv.head_dim); }
+  // Stored values, without the scale.
   float k(size_t position, size_t d) const {
     const size_t dim = static_cast<size_t>(kv.head_dim), j = position % kBlockPositions;
-    return read(position, head * kBlockPositions * dim + (j / 16 * dim + d) * 16 + j % 16);
+    return read(layer(position) + places().k(head), (j / 16 * dim + d) * 16 + j % 16, k_bytes(kv.type));
   }
   float v(size_t position, size_t d) const {
     const size_t dim = static_cast<size_t>(kv.head_dim), j = position % kBlockPositions;
-    return read(position, (static_cast<size_t>(kv.kv_heads) + head) * kBlockPositions * dim + j * dim + d);
+    return read(layer(position) + places().v(head), j * dim + d, v_bytes(kv.type));
   }
+  float k_scale(size_t position) const { return read(layer(position) + places().k_scale(head), position % kBlockPositions, 4); }
+  float v_scale(size_t position) const { return read(layer(position) + places().v_scale(head), position % kBlockPositions, 4); }
 };
 
 struct Partial {
@@ -43,6 +51,7 @@ struct Partial {
 float score(const float* q, const AttnShape& s, const Cache& cache, int position) {
   float acc = 0.0f;
   for (int d = 0; d < s.head_dim; ++d) acc = std::fma(q[d] * s.scale, cache.k(static_cast<size_t>(position), static_cast<size_t>(d)), acc);
+  if (k_scaled(cache.kv.type)) acc = acc * cache.k_scale(static_cast<size_t>(position));
   return s.softcap != 0.0f ? soft_cap(acc, s.softcap) : acc;
 }
 
@@ -61,9 +70,10 @@ Partial split_partial(const float* q, const AttnShape& s, const Cache& cache, in
     float& v = p[key % kSplitKeys];
     v = exp_f32(v - part.m);
     lanes[key % 16] += v;
+    const float p_v = v_scaled(cache.kv.type) ? v * cache.v_scale(static_cast<size_t>(key)) : v;
     for (int d = 0; d < s.head_dim; ++d) {
       float& o = part.o[static_cast<size_t>(d)];
-      o = std::fma(v, cache.v(static_cast<size_t>(key), static_cast<size_t>(d)), o);
+      o = std::fma(p_v, cache.v(static_cast<size_t>(key), static_cast<size_t>(d)), o);
     }
   }
   part.l = lane_tree(lanes);

@@ -1,5 +1,6 @@
 // Scalar reference of rope_table and qk_norm_rope_kv.
 #include "../kernel_parts.h"
+#include "../kv_layout.h"
 #include "ref_math.h"
 
 namespace calstack::reference {
@@ -55,23 +56,39 @@ void rotate(float* x, const float* table, int rope_dim) {
   }
 }
 
-void store(const KVView& kv, uint8_t* layer, size_t element, float value) {
-  if (kv.type == KVType::f32) {
-    std::memcpy(layer + element * 4, &value, 4);
-  } else {
+struct Scale {
+  float inv = 1.0f, value = 0.0f;
+};
+
+Scale scale_of(const float* x, size_t n) {
+  float amax = 0.0f;
+  for (size_t i = 0; i < n; ++i) amax = std::fmax(amax, std::fabs(x[i]));
+  if (amax < 0x1p-100f) return {0.0f, 0.0f};
+  return {127.0f / amax, amax / 127.0f};
+}
+
+void store(uint8_t* plane, size_t element, float value, size_t bytes, float inv) {
+  if (bytes == 4) {
+    std::memcpy(plane + element * 4, &value, 4);
+  } else if (bytes == 2) {
     const uint16_t h = float_to_bf16(value);
-    std::memcpy(layer + element * 2, &h, 2);
+    std::memcpy(plane + element * 2, &h, 2);
+  } else {
+    reinterpret_cast<int8_t*>(plane)[element] = static_cast<int8_t>(std::rint(value * inv));
   }
 }
 
 void write_kv(const KVView& kv, int lane, int position, int head, const float* k, const float* v) {
   uint8_t* layer = kv.base + static_cast<size_t>(kv.tables[lane][position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
-  const size_t dim = static_cast<size_t>(kv.head_dim), heads = static_cast<size_t>(kv.kv_heads), j = static_cast<size_t>(position % kBlockPositions);
-  const size_t plane = kBlockPositions * dim;
+  const size_t dim = static_cast<size_t>(kv.head_dim), h = static_cast<size_t>(head), j = static_cast<size_t>(position % kBlockPositions);
+  const KVPlaces at(kv.type, kv.kv_heads, kv.head_dim);
+  const Scale ks = scale_of(k, dim), vs = scale_of(v, dim);
   for (size_t d = 0; d < dim; ++d) {
-    store(kv, layer, static_cast<size_t>(head) * plane + (j / 16 * dim + d) * 16 + j % 16, k[d]);
-    store(kv, layer, (heads + static_cast<size_t>(head)) * plane + j * dim + d, v[d]);
+    store(layer + at.k(h), (j / 16 * dim + d) * 16 + j % 16, k[d], k_bytes(kv.type), ks.inv);
+    store(layer + at.v(h), j * dim + d, v[d], v_bytes(kv.type), vs.inv);
   }
+  if (k_scaled(kv.type)) store(layer + at.k_scale(h), j, ks.value, 4, 0.0f);
+  if (v_scaled(kv.type)) store(layer + at.v_scale(h), j, vs.value, 4, 0.0f);
 }
 
 void qk_norm_rope_kv(float* qkv, size_t xs, const float* table, size_t ts, int rope_dim, const float* q_norm, const float* k_norm, float eps,

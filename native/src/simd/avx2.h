@@ -51,6 +51,10 @@ struct F32x16 {
   static CALSTACK_INLINE F32x16 load_f16(const void* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
   }
+  static CALSTACK_INLINE F32x16 load_i8(const void* p) {
+    const __m128i codes = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))};
+  }
   static CALSTACK_INLINE F32x16 load_bf16(const void* p) {
     const __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
     const __m256i b = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + 1));

@@ -27,6 +27,7 @@ struct F32x16 {
   static CALSTACK_INLINE F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static CALSTACK_INLINE F32x16 load_first(const float* p, int n) { return {_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p)}; }
   static CALSTACK_INLINE F32x16 load_f16(const void* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+  static CALSTACK_INLINE F32x16 load_i8(const void* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
   static CALSTACK_INLINE F32x16 load_bf16(const void* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
   }

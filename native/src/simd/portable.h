@@ -53,6 +53,13 @@ struct F32x16 {
     return r;
   }
   static CALSTACK_INLINE F32x16 load_f16(const void* p) { return load_halves<f16_to_f32>(p); }
+  static CALSTACK_INLINE F32x16 load_i8(const void* p) {
+    int8_t in[16];
+    std::memcpy(in, p, 16);
+    F32x16 r;
+    for (int i = 0; i < 16; ++i) r.v[i] = (float)in[i];
+    return r;
+  }
   static CALSTACK_INLINE F32x16 load_bf16(const void* p) { return load_halves<bf16_to_f32>(p); }
   CALSTACK_INLINE void store(float* p) const { std::memcpy(p, v, 64); }
   CALSTACK_INLINE void store_first(float* p, int n) const {

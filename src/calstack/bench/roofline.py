@@ -1,18 +1,24 @@
 """What the machine would allow: bytes over read bandwidth, or operations over the int8 peak, whichever takes longer.
 
-The work is the submodel's own workload from the manifest; the ceilings are measured in the same run, before and after every
-point, and the best figure of each counts, so that a disturbed measurement never flatters the share.
+The work is the submodel's own workload from the manifest. Ceilings are measured between the rounds of every point, for a machine that
+shares its memory with others changes from second to second: a round's limit is what was measured just before it and just after.
 """
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from calstack import api
 from calstack.bench.runner import DECODE_STEPS, Point
 from calstack.calbin.manifest import Manifest, Submodel
 from calstack.errors import UsageError
 from calstack.specs import Role
+
+if TYPE_CHECKING:
+    from calstack.api import Ceilings
 
 __all__ = ["Roofline"]
 
@@ -27,22 +33,36 @@ class Roofline:
 
     def __init__(self, manifest: Manifest, *, isa: str, threads: int) -> None:
         self._manifest, self._isa, self._threads = manifest, isa, threads
-        self.read_gb_s = self.int8_gop_s = 0.0
+        self._found: dict[Point, list[Ceilings]] = {}
+
+    @property
+    def read_gb_s(self) -> float:
+        """Median of everything measured."""
+        return statistics.median(c.read_gb_s for found in self._found.values() for c in found)
+
+    @property
+    def int8_gop_s(self) -> float:
+        """Median of everything measured."""
+        return statistics.median(c.int8_gop_s for found in self._found.values() for c in found)
 
     def measure(self, point: Point) -> None:
-        """Measure both ceilings again, over a buffer as large as what one decode step of the point reads."""
+        """Measure both ceilings once more, over a buffer as large as what one decode step of the point reads."""
         found = api.ceilings(isa=self._isa, threads=self._threads, nbytes=int(self._bytes(point) / self._passes(point)))
-        self.read_gb_s = max(self.read_gb_s, found.read_gb_s)
-        self.int8_gop_s = max(self.int8_gop_s, found.int8_gop_s)
+        self._found.setdefault(point, []).append(found)
 
-    def share(self, point: Point, tok_s: float) -> float:
-        """Share of the limit that `tok_s` is.
+    def share(self, point: Point, seconds: Sequence[float]) -> float:
+        """Median over the rounds of the share of its limit that each round reached.
+
+        Args:
+            point: measured before its first round and behind every one.
+            seconds: of the rounds, in order.
 
         Raises:
             UsageError: above 1, for then a ceiling was measured too low.
         """
-        limit_s = max(self._bytes(point) / (1e9 * self.read_gb_s), 2 * self._work(point, "macs") / (1e9 * self.int8_gop_s))
-        share = limit_s * tok_s / point.tokens
+        found = self._found[point]
+        shares = [self._limit_s(point, around) / s for around, s in zip(itertools.pairwise(found), seconds, strict=True)]
+        share = statistics.median(shares)
         if share > 1:
             raise UsageError(
                 f"{point.phase} at {share:.0%} of the limit: the ceilings were measured too low",
@@ -50,6 +70,10 @@ class Roofline:
                 remedy="run again on a quiet machine",
             )
         return share
+
+    def _limit_s(self, point: Point, around: Sequence[Ceilings]) -> float:
+        read, int8 = statistics.mean(c.read_gb_s for c in around), statistics.mean(c.int8_gop_s for c in around)
+        return max(self._bytes(point) / (1e9 * read), 2 * self._work(point, "macs") / (1e9 * int8))
 
     def _bytes(self, point: Point) -> float:
         return self._work(point, "bytes")

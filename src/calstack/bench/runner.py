@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -13,6 +14,18 @@ from calstack.bench.subject import Subject
 __all__ = ["Point", "measure", "points"]
 
 DECODE_STEPS = 64
+
+
+class Roof(Protocol):
+    """What `measure` needs of a roofline."""
+
+    def measure(self, point: Point) -> None:
+        """Measure the ceilings once more."""
+        ...
+
+    def share(self, point: Point, seconds: Sequence[float]) -> float:
+        """Share of the limit that rounds of so many seconds reached."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,20 +71,26 @@ def measure(
     *,
     repeats: int,
     kv_dtype: str,
+    roof: Roof | None = None,
 ) -> list[Row]:
     """Rows of one point: ours through every way named, against every peer (without a peer when there is none).
 
-    One uncounted round, then `repeats` rounds in which all subjects take turns.
+    One uncounted round, then `repeats` rounds in which all subjects take turns; the ceilings are measured around each.
     """
     subjects = [subject for _, subject in (*ours, *peers)]
     seconds: list[list[float]] = [[] for _ in subjects]
     for round_ in range(repeats + 1):
+        if roof is not None and round_:
+            roof.measure(point)
         for times, subject in zip(seconds, subjects, strict=True):
             elapsed = point.run(subject)
             if round_:
                 times.append(elapsed)
     samples = [Samples(times, point.tokens) for times in seconds]
     own = [_row(point, through, sample, kv_dtype) for (through, _), sample in zip(ours, samples, strict=False)]
+    if roof is not None:
+        roof.measure(point)
+        own = [replace(row, share_of_limit=roof.share(point, times)) for row, times in zip(own, seconds, strict=False)]
     others = [(name, sample) for (name, _), sample in zip(peers, samples[len(ours) :], strict=True)]
     return own if not others else [_against(row, name, sample) for row in own for name, sample in others]
 

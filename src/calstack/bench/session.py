@@ -52,7 +52,7 @@ def run(setup: Setup, wanted: Sequence[Point], *, repeats: int, note: Callable[[
     with _device(setup) as device, _subjects(setup, device) as (ours, peers):
         roof = Roofline(device.manifest, isa=device.isa, threads=device.threads) if setup.roofline else None
         for point in wanted:
-            found = _measured(point, ours, peers, roof, repeats=repeats, kv_dtype=device.kv_dtype)
+            found = measure(point, ours, peers, repeats=repeats, kv_dtype=device.kv_dtype, roof=roof)
             note(_line(point, found))
             rows += found
         machine = describe_machine(cores=api.usable_cores(), threads=device.threads, isa=device.isa)
@@ -67,23 +67,6 @@ def run(setup: Setup, wanted: Sequence[Point], *, repeats: int, note: Callable[[
         repeats=repeats,
         rows=rows,
     )
-
-
-def _measured(
-    point: Point,
-    ours: Sequence[tuple[str, Subject]],
-    peers: Sequence[tuple[str, Subject]],
-    roof: Roofline | None,
-    *,
-    repeats: int,
-    kv_dtype: str,
-) -> list[Row]:
-    if roof is None:
-        return measure(point, ours, peers, repeats=repeats, kv_dtype=kv_dtype)
-    roof.measure(point)
-    rows = measure(point, ours, peers, repeats=repeats, kv_dtype=kv_dtype)
-    roof.measure(point)
-    return [replace(row, share_of_limit=roof.share(point, row.tok_s)) for row in rows]
 
 
 @contextlib.contextmanager

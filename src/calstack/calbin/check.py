@@ -28,7 +28,7 @@ from calstack.calbin.program import (
     Weight,
 )
 from calstack.errors import ArtifactError
-from calstack.specs import KVDType, WeightFormat
+from calstack.specs import WeightFormat
 
 __all__ = ["ALIGN", "MOST", "check_manifest", "check_program"]
 
@@ -96,7 +96,8 @@ def _references(m: Manifest) -> Iterator[tuple[str, str]]:
     for index, submodel in enumerate(m.submodels):
         yield f"$.submodels[{index}].program", submodel.program
     for index, chip in enumerate(m.target.chips):
-        yield f"$.target.chips[{index}].params", chip.params
+        if not m.weightless:
+            yield f"$.target.chips[{index}].params", chip.params
     for index, golden in enumerate(m.goldens):
         yield f"$.goldens[{index}].path", golden.path
 
@@ -118,7 +119,7 @@ def _kv_faults(m: Manifest) -> Iterator[tuple[str, str]]:
     for field in ("heads", "head_dim", "block_positions"):
         yield from _range(f"$.kv.{field}", getattr(kv, field), 1 << 16)
     yield from _range("$.kv.layers", kv.layers, MOST["layers"], least=0)
-    want = kv.layers * 2 * kv.heads * kv.block_positions * kv.head_dim * (2 if kv.dtype is KVDType.BF16 else 4)
+    want = kv.layers * kv.heads * kv.block_positions * kv.dtype.position_bytes(kv.head_dim)
     if kv.bytes_per_block != want:
         yield "$.kv.bytes_per_block", f"is {kv.bytes_per_block}, the fields beside it give {want}"
 

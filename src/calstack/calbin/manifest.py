@@ -14,6 +14,7 @@ __all__ = [
     "KNOWN_FEATURES",
     "NUMERICS",
     "PACKED_LAYOUT",
+    "WEIGHTLESS",
     "AdapterSlots",
     "Chip",
     "Compatibility",
@@ -36,7 +37,8 @@ FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 NUMERICS = 1
 PACKED_LAYOUT = "n16.v1"
-KNOWN_FEATURES: frozenset[str] = frozenset()  # values of `requires` that this version understands
+WEIGHTLESS = "weightless"  # programs and plan of a model without its parameters
+KNOWN_FEATURES = frozenset({WEIGHTLESS})  # values of `requires` that this version understands
 
 
 class _Node(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +75,7 @@ class Chip(_Node, frozen=True, kw_only=True):
     """One chip of the target, with its parameter shard and what the artifact needs there, bytes."""
 
     id: int
-    params: str  # path of the shard
+    params: str  # path of the shard; "" in a weightless calbin
     params_bytes: int  # bytes of packed tensors in the shard, padding included
     activation_bytes: int  # largest activation arena over the submodels
     kv_bytes_per_block: int
@@ -220,3 +222,8 @@ class Manifest(_Node, frozen=True, kw_only=True):
     compatibility: Compatibility
     goldens: tuple[GoldenRef, ...] = ()
     files: tuple[FileEntry, ...]
+
+    @property
+    def weightless(self) -> bool:
+        """Whether it holds no parameters."""
+        return WEIGHTLESS in self.requires

@@ -102,7 +102,7 @@ def open_calbin(path: Path) -> Calbin:
     for index, entry in enumerate(manifest.files):
         _check_file(path, entry, f"{MANIFEST} $.files[{index}]")
     calbin = Calbin(path, manifest)
-    for chip in manifest.target.chips:
+    for chip in manifest.target.chips if not manifest.weightless else ():
         calbin.shard(chip.id)
     for submodel in manifest.submodels:
         calbin.program(submodel.key)

@@ -28,6 +28,9 @@ INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 1
 COMMANDS = {
     "pull": ("calstack.cli.compile:pull", "Fetch a model, compile it if needed, print the calbin's path."),
     "compile": ("calstack.cli.compile:compile_command", "Compile a model into a calbin."),
+    "plan": ("calstack.cli.plan:plan", "Say what a model takes on a target and how fast it should run, before compiling."),
+    "inventory": ("calstack.cli.plan:inventory", "List a model's operators and what becomes of them."),
+    "targets": ("calstack.cli.plan:targets", "List the targets, or measure this machine."),
     "inspect": ("calstack.cli.artifact:inspect", "Show what a calbin holds."),
     "verify": ("calstack.cli.artifact:verify", "Check a calbin's files and golden outputs on a device."),
     "run": ("calstack.cli.run:run", "Answer a prompt in the terminal, or chat."),

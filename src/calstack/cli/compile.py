@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from calstack.cli.app import Context
-from calstack.cli.params import compile_options, json_option, parse_quant
+from calstack.cli.params import compile_options, json_option
 from calstack.cli.progress import show_progress
 from calstack.errors import UsageError
-from calstack.specs import KVDType, QuantSpec
+from calstack.specs import KVDType, QuantSpec, parse_quant
+from calstack.targets.spec import load_target
 
 if TYPE_CHECKING:
     from calstack.api import CompileOptions
@@ -95,8 +96,14 @@ def _options(
     text = quality_text.read_text("utf-8") if quality_text else None
     kv = KVDType(kv_dtype) if kv_dtype else None
     demo = None if Path(source).exists() else hub.demos().get(source)
-    quant = quant or parse_quant(demo.quant if demo else "source")
+    quant = quant or parse_quant(default_quant(choices["target"], demo.quant if demo else "source"))
     return CompileOptions(quant=quant, batches=batches, keep_onnx=keep_onnx, kv_dtype=kv, quality_text=text, **choices)
+
+
+def default_quant(target: str, otherwise: str) -> str:
+    """What `--quant` is when nobody gave it: the target's recipe."""
+    recipe = load_target(target).recipe
+    return otherwise if recipe is None else recipe.quant
 
 
 def _check_out(out: Path, *, force: bool) -> None:

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 
 import click
 
-from calstack.specs import KVDType, QuantSpec, WeightFormat
+from calstack.specs import KVDType, QuantSpec, WeightFormat, parse_quant
 
-__all__ = ["CALBIN", "Bytes", "Ints", "Quant", "compile_options", "device_options", "json_option", "parse_quant"]
+__all__ = ["CALBIN", "Bytes", "Ints", "Quant", "compile_options", "device_options", "json_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 CALBIN = click.Path(path_type=Path)
-_SWITCH = {"on": True, "off": False}
 _SIZE = re.compile(r"(\d+)([kmgt]?)(i?b)?\Z", re.IGNORECASE)
 
 
@@ -62,27 +61,6 @@ class Quant(click.ParamType[QuantSpec]):
         except (ValueError, KeyError) as error:
             formats = ", ".join(WeightFormat)
             self.fail(f"{value!r}: {error}; say FORMAT[,group=N][,min=on|off][,head=FORMAT][,GLOB=FORMAT]; formats: {formats}", param, ctx)
-
-
-def parse_quant(text: str) -> QuantSpec:
-    """Read `--quant`. Raises ValueError with the part that is not understood."""
-    first, *rest = text.split(",")
-    default = None if first in ("", "source") else WeightFormat(first)
-    group, minimum, head = 32, True, None
-    overrides: list[tuple[str, WeightFormat]] = []
-    for part in rest:
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"{part!r} is not KEY=VALUE")
-        if key == "group":
-            group = int(value)
-        elif key == "min":
-            minimum = _SWITCH[value]
-        elif key == "head":
-            head = WeightFormat(value)
-        else:
-            overrides.append((key, WeightFormat(value)))
-    return QuantSpec(default=default, group=group, minimum=minimum, head=head, overrides=tuple(overrides))
 
 
 def compile_options(command: F) -> F:

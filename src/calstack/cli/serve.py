@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,4 +53,14 @@ def serve(calbin: Path | None, **values: Any) -> None:
     config.check()
     from calstack.server.main import serve as run_server
 
-    run_server(config)
+    run_server(config, notify=_notifier(os.environ.get("NOTIFY_SOCKET", "")))
+
+
+def _notifier(address: str) -> Callable[[str], None]:
+    """Tells a service manager (sd_notify's protocol) at a unix socket, `@` for an abstract one; nobody when there is none."""
+
+    def tell(state: str) -> None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+    return tell if address else lambda _: None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import calstack
 from calstack.calbin.manifest import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
+    WEIGHTLESS,
     Chip,
     Compatibility,
     Constraints,
@@ -32,7 +33,7 @@ from calstack.targets.spec import TargetSpec
 if TYPE_CHECKING:
     from calstack.graph.model import GraphBundle
 
-__all__ = ["Emission", "emit"]
+__all__ = ["Emission", "chip_bytes", "emit"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Emission:
     table: ParameterTable
     shards: Shards
 
+    @property
+    def weightless(self) -> bool:
+        """Whether the source has shapes only."""
+        return self.bundle.source.kind == "config"
+
 
 def emit(e: Emission, writer: CalbinWriter, progress: Progress) -> Manifest:
     """Write everything but the manifest, which is returned without goldens.
@@ -54,8 +60,9 @@ def emit(e: Emission, writer: CalbinWriter, progress: Progress) -> Manifest:
     Raises:
         SourceError: when a weight holds NaN or infinity, or cannot be read.
     """
-    progress.stage("weights", sum(plan.bytes for plan in e.table.plans))
-    _parameters(e, writer, progress)
+    if not e.weightless:
+        progress.stage("weights", sum(plan.bytes for plan in e.table.plans))
+        _parameters(e, writer, progress)
     progress.stage("programs")
     for draft in e.drafts:
         writer.add_program(draft.submodel.program, draft.program)
@@ -92,7 +99,8 @@ def _held(e: Emission, chip: int) -> Iterator[tuple[WeightPlan | VectorPlan, Pie
 
 
 def _side_files(bundle: GraphBundle, writer: CalbinWriter) -> None:
-    writer.add("tokenizer.json", bundle.tokenizer_json)
+    if bundle.tokenizer_json:
+        writer.add("tokenizer.json", bundle.tokenizer_json)
     if bundle.chat_template:
         writer.add("chat_template.jinja", bundle.chat_template.encode())
     writer.add("generation.json", encode_json(dict(bundle.generation)))
@@ -105,15 +113,22 @@ def _packed(plan: WeightPlan | VectorPlan, piece: Piece, chip: int) -> PackedTen
     return PackedTensor(name=piece.tensor, chip=chip, bytes=nbytes, format=WeightFormat.F32, shape=(n,))
 
 
+def chip_bytes(table: ParameterTable, shards: Shards, drafts: Sequence[Draft], kv: KVSpec, chip: int) -> tuple[int, int, int]:
+    """Bytes on a chip: parameters padded as in the shard, the largest activation arena, a KV block."""
+    begin, end = shares(kv.heads, shards.chips)[chip]
+    plans = {plan.name: plan for plan in table.plans}
+    parameters = sum(padded(piece_bytes(plans[piece.source], piece.rows)) for piece in shards.pieces(chip).values())
+    activations = max(draft.program.arena_bytes[chip] for draft in drafts)
+    return parameters, activations, kv.bytes_per_block // kv.heads * (end - begin)
+
+
 def _chip(e: Emission, chip: int) -> Chip:
     begin, end = shares(e.kv.heads, e.shards.chips)[chip]
-    parameters = sum(padded(piece_bytes(plan, piece.rows)) for plan, piece in _held(e, chip))
-    activations = max(draft.program.arena_bytes[chip] for draft in e.drafts)
+    parameters, activations, block = chip_bytes(e.table, e.shards, e.drafts, e.kv, chip)
     longest = max(-(-draft.submodel.context // e.kv.block_positions) for draft in e.drafts)
-    block = e.kv.bytes_per_block // e.kv.heads * (end - begin)
     return Chip(
         id=chip,
-        params=_shard(chip),
+        params="" if e.weightless else _shard(chip),
         params_bytes=parameters,
         activation_bytes=activations,
         kv_heads=end - begin,
@@ -125,6 +140,7 @@ def _chip(e: Emission, chip: int) -> Chip:
 
 def _manifest(e: Emission, writer: CalbinWriter) -> Manifest:
     return Manifest(
+        requires=(WEIGHTLESS,) if e.weightless else (),
         producer="calstack",
         version=calstack.__version__,
         source=e.bundle.source,

@@ -123,7 +123,7 @@ def _kv_spec(lowered: Sequence[Lowered], dtype: KVDType) -> KVSpec:
                 where="graphs",
                 remedy="change both graphs alike",
             )
-    layers, element = len(first.kv_inputs), 2 if dtype is KVDType.BF16 else 4
+    layers = len(first.kv_inputs)
     return KVSpec(
         kind="paged",
         dtype=dtype,
@@ -131,5 +131,5 @@ def _kv_spec(lowered: Sequence[Lowered], dtype: KVDType) -> KVSpec:
         heads=first.kv.heads,
         head_dim=first.kv.head_dim,
         block_positions=BLOCK_POSITIONS,
-        bytes_per_block=layers * 2 * first.kv.heads * BLOCK_POSITIONS * first.kv.head_dim * element,
+        bytes_per_block=layers * first.kv.heads * BLOCK_POSITIONS * dtype.position_bytes(first.kv.head_dim),
     )

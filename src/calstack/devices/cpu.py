@@ -29,7 +29,7 @@ from calstack.devices.checks import Bounds, check_launch
 from calstack.devices.cpu_load import build_calbin
 from calstack.devices.machine import memory_bytes, usable_cores
 from calstack.devices.writes import WriteTickets
-from calstack.errors import CalstackError, CancelledError, DeviceError, DeviceNeedsReset, DeviceRetryable, UsageError
+from calstack.errors import ArtifactError, CalstackError, CancelledError, DeviceError, DeviceNeedsReset, DeviceRetryable, UsageError
 from calstack.native import BoundError, QueueFullError
 from calstack.native import CpuDevice as NativeDevice
 
@@ -87,6 +87,8 @@ class CpuDevice:
         if not 0 < kv_blocks <= _MOST_BLOCKS:
             raise DeviceError(f"{kv_blocks} KV blocks, 1 to {_MOST_BLOCKS} can be reserved", where="cpu", remedy="choose another number")
         opened = open_calbin(calbin)
+        if opened.manifest.weightless:
+            raise ArtifactError("holds no parameters (feature weightless)", where=str(calbin), remedy="compile the model with its weights")
         handle = native.load(build_calbin(opened, kv_blocks))
         programs = {s.key: i for i, s in enumerate(opened.manifest.submodels)}
         self._bounds[handle] = Bounds.of(opened.manifest, kv_blocks, late_masks=True), programs

@@ -34,9 +34,9 @@ def _check_features(submit: Submit, options: EngineOptions) -> None:
         raise NotInCalbin(f"overflow policy {submit.overflow!r} is not available", remedy="use 'reject'")
     if submit.grammar and not options.grammars:
         raise NotInCalbin("this engine was started without grammars")
-    if submit.prompt_logprobs >= 0:
-        raise NotInCalbin("log-probabilities of the prompt are not available")
-    if submit.top_logprobs > options.max_top_logprobs:
+    if submit.min_tokens and submit.grammar:
+        raise RequestError("min_tokens cannot go with a grammar", param="min_tokens")
+    if max(submit.top_logprobs, submit.prompt_logprobs) > options.max_top_logprobs:
         raise RequestError(f"at most {options.max_top_logprobs} top log-probabilities", param="top_logprobs")
 
 

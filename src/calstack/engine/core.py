@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from calstack.devices.base import Completion, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.constraints import GrammarReady
-from calstack.engine.costs import StepCosts, Work, wait_estimate_s
+from calstack.engine.costs import StepCosts, wait_estimate_s
 from calstack.engine.flight import Flight, Kind, LaneRef, times_of
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
@@ -190,11 +190,8 @@ class Core:
 
     def retry_after_s(self) -> float:
         """Estimated seconds until a request at the tail of the queue would start."""
-        return wait_estimate_s(self.costs, self.max_lanes, map(self._work, self.running), [self._work(s) for s in self.queue])
-
-    def _work(self, seq: Sequence) -> Work:
-        rows = (seq.target - seq.planned) if seq.phase is Phase.RUNNING else seq.length
-        return rows, int((seq.limit - len(seq.output)) * self.costs.output_share)
+        share = self.costs.output_share
+        return wait_estimate_s(self.costs, self.max_lanes, [s.work(share) for s in self.running], [s.work(share) for s in self.queue])
 
     def _reset(self, cause: DeviceError, now_ns: int) -> None:
         """KV is gone and so are the launches in flight: every running request starts over from its known ids."""
@@ -241,6 +238,8 @@ class Core:
         seq = lane.seq
         seq.done = lane.end
         self.lanes.publish(seq)
+        if seq.scored and output.logits is not None:
+            self._out.prompt(seq.request, *lane.scores(output.logits))
         if not lane.emit:
             return
         seq.pending.popleft()
@@ -352,7 +351,7 @@ class Core:
         waiting = sorted((s for s in self.running if s.prefilling), key=lambda s: s.rank)
         if not waiting:
             return None
-        wants = [Extent(s.planned, min(s.target - s.planned, self.options.prefill_chunk)) for s in waiting]
+        wants = [Extent(s.planned, s.wanted(self.options)) for s in waiting]
         choice = self._planner.prefill(wants, self._budget())
         return self._launch("prefill", choice, waiting) if choice else None
 

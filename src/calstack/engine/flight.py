@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from calstack.devices.base import Completion
 from calstack.engine.costs import StepCosts
+from calstack.engine.scores import scores
 from calstack.engine.sequence import Phase, Sequence
-from calstack.wire import LaunchTimes
+from calstack.wire import LaunchTimes, TokenLogprob
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["Flight", "Kind", "LaneRef", "times_of"]
 
@@ -29,6 +34,11 @@ class LaneRef:
     def live(self) -> bool:
         """True while the request waits for this lane's end."""
         return self.seq.epoch == self.epoch and self.seq.phase is Phase.RUNNING
+
+    def scores(self, logits: npt.NDArray[np.float32]) -> tuple[int, tuple[TokenLogprob, ...]]:
+        """The first prompt position that the lane's rows predict, and the scores from there on."""
+        start = self.end - self.count
+        return start + 1, scores(logits, self.seq.targets(start, self.end), self.seq.submit.prompt_logprobs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Lanes:
         return True
 
     def _match(self, seq: Sequence) -> tuple[list[int], bytes]:
-        if not seq.submit.cache_prompt or not self.pool.cache_limit:
+        if not seq.submit.cache_prompt or seq.scored or not self.pool.cache_limit:
             return [], seq.key
         limit = (seq.length - 1) // self.pool.positions  # the last id must be computed: it gives the next token
         return self.pool.match(seq.key, seq.ids(0, seq.length), limit)

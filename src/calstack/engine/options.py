@@ -16,6 +16,7 @@ class EngineOptions:
     grammars: bool = False  # somebody builds the grammars of requests
     late_masks: bool = False  # the device takes masks after submit: grammars run ahead as others do
     prefill_chunk: int = 512  # most prompt tokens of one request in a launch
+    score_chunk: int = 32  # as prefill_chunk, of a request whose prompt is scored: all its logits come back
     min_chunk: int = 16  # the inter-token target never cuts a launch's prompt tokens below this
     itl_target_ms: float = 50.0  # time between tokens that prefill leaves to running streams; 0 = no target
     max_queued_requests: int = 256

@@ -33,12 +33,19 @@ class Outbox:
         self._ids: dict[str, list[int]] = {}
         self._logprobs: dict[str, list[TokenLogprob]] = {}
         self._ends: dict[str, Finish] = {}
+        self._prompts: dict[str, tuple[int, tuple[TokenLogprob, ...]]] = {}
 
     def token(self, request: str, token: int, logprob: TokenLogprob | None) -> None:
         """One more id."""
         self._ids.setdefault(request, []).append(token)
         if logprob is not None:
             self._logprobs.setdefault(request, []).append(logprob)
+
+    def prompt(self, request: str, start: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Scores of the prompt ids from `start` on; those of one step lie side by side."""
+        first, before = self._prompts.get(request, (start, ()))
+        self._ids.setdefault(request, [])
+        self._prompts[request] = (first, (*before, *logprobs)) if first + len(before) == start else (start, logprobs)
 
     def finish(self, request: str, finish: Finish) -> None:
         """The request's one end."""
@@ -47,12 +54,20 @@ class Outbox:
 
     def take(self) -> tuple[TokenOut, ...]:
         """Everything gathered, and start anew."""
-        out = tuple(
-            TokenOut(request=r, ids=tuple(ids), logprobs=tuple(self._logprobs.get(r, ())), finish=self._ends.get(r))
-            for r, ids in self._ids.items()
-        )
+        out = tuple(self._of(request, ids) for request, ids in self._ids.items())
         self.__init__()  # type: ignore[misc]
         return out
+
+    def _of(self, request: str, ids: list[int]) -> TokenOut:
+        start, prompt = self._prompts.get(request, (0, ()))
+        return TokenOut(
+            request=request,
+            ids=tuple(ids),
+            logprobs=tuple(self._logprobs.get(request, ())),
+            finish=self._ends.get(request),
+            prompt_start=start,
+            prompt_logprobs=prompt,
+        )
 
 
 def error_value(error: CalstackError) -> ErrorValue:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from collections.abc import Sequence as Ids
 
-from calstack.devices.base import LaneInput, TokenFrom
+import msgspec
+
+from calstack.devices.base import LaneInput, LogitRows, TokenFrom
 from calstack.engine.constraints import Constraint, Mask, follow
+from calstack.engine.options import EngineOptions
 from calstack.engine.prefix import root_key
-from calstack.specs import DrawKey
+from calstack.specs import DrawKey, LogitBias, SamplingParams
 from calstack.wire import Submit, Usage
 
 __all__ = ["Phase", "Sequence"]
@@ -28,9 +32,9 @@ class Sequence:
     """One request. `planned` and `done` count KV positions; every position below `planned` is in some submitted launch."""
 
     __slots__ = (
-        "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key", "last_plan",
-        "limit", "mask", "order", "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo", "started_ns", "stops",
-        "submit", "target", "unmasked",
+        "_early", "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key",
+        "last_plan", "limit", "mask", "order", "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo",
+        "started_ns", "stops", "submit", "target", "unmasked",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int]) -> None:
@@ -47,6 +51,7 @@ class Sequence:
         self.started_ns = self.first_token_ns = 0
         self.constraint: Constraint | None = None
         self.mask: Mask | None = None  # of the first id that is not known, when there is a constraint
+        self._early = _without(submit.sampling, stops) if submit.min_tokens else submit.sampling
         self._clear()
 
     def _clear(self) -> None:
@@ -80,6 +85,24 @@ class Sequence:
     def to_come(self) -> int:
         """Output ids that are neither known nor in flight."""
         return self.limit - len(self.output) - len(self.pending)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the prompt's ids are wanted with their log-probabilities."""
+        return self.submit.prompt_logprobs >= 0
+
+    def wanted(self, options: EngineOptions) -> int:
+        """Positions that the next launch of known ids may take."""
+        return min(self.target - self.planned, options.score_chunk if self.scored else options.prefill_chunk)
+
+    def work(self, share: float) -> tuple[int, int]:
+        """What is left: rows of known ids, and output ids when requests make `share` of what they may."""
+        rows = (self.target - self.planned) if self.phase is Phase.RUNNING else self.length
+        return rows, int((self.limit - len(self.output)) * share)
+
+    def targets(self, start: int, end: int) -> Ids[int]:
+        """The prompt ids that the rows at positions [start, end) predict; shorter at the prompt's end."""
+        return self.submit.prompt[start + 1 : end + 1]
 
     def ids(self, start: int, end: int) -> Ids[int]:
         """Known ids at positions [start, end)."""
@@ -125,9 +148,11 @@ class Sequence:
 
     def _lane(self, tokens: Ids[int] | TokenFrom, count: int, emit: bool) -> LaneInput:
         blocks = tuple(self.blocks)
-        if not emit:
-            return LaneInput(past_len=self.planned, cur_len=count, blocks=blocks, tokens=tokens, adapter=self.submit.adapter)
         s = self.submit
+        logits = LogitRows.ALL if self.scored and self.targets(self.planned, self.planned + count) else LogitRows.NONE
+        if not emit:
+            return LaneInput(past_len=self.planned, cur_len=count, blocks=blocks, tokens=tokens, logits=logits, adapter=s.adapter)
+        index = len(self.output) + len(self.pending)
         history = s.sampling.needs_history
         return LaneInput(
             past_len=self.planned,
@@ -135,13 +160,14 @@ class Sequence:
             blocks=blocks,
             tokens=tokens,
             emit=True,
-            sampling=s.sampling,
-            draw=DrawKey(seed=s.seed, choice=s.choice, index=len(self.output) + len(self.pending)),
+            sampling=self._early if index < s.min_tokens else s.sampling,
+            draw=DrawKey(seed=s.seed, choice=s.choice, index=index),
             prompt_history=s.prompt if history else (),
             output_history=tuple(self.output) if history else (),
             mask=None if self.pending else self.mask,
             late_mask=self.constraint is not None and bool(self.pending),
             top_logprobs=s.top_logprobs,
+            logits=logits,
             adapter=s.adapter,
         )
 
@@ -168,3 +194,10 @@ class Sequence:
             prefill_ms=(first - started) / 1e6,
             decode_ms=(now_ns - first) / 1e6,
         )
+
+
+def _without(sampling: SamplingParams, ids: frozenset[int]) -> SamplingParams:
+    """`sampling` that never gives one of `ids`."""
+    kept = [one for one in sampling.logit_bias if one.token not in ids]
+    bans = [LogitBias(token=id_, bias=-math.inf) for id_ in sorted(ids)]
+    return msgspec.structs.replace(sampling, logit_bias=(*kept, *bans))

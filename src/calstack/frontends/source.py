@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open_source"]
 
-_KINDS = "give a GGUF file, a Hugging Face model directory, or a directory that --keep-onnx wrote"
+_KINDS = "give a GGUF file, a Hugging Face model directory, a config.json alone, or a directory that --keep-onnx wrote"
 
 
 def open_source(path: Path, *, progress: Progress | None = None) -> GraphBundle:
@@ -26,6 +26,10 @@ def open_source(path: Path, *, progress: Progress | None = None) -> GraphBundle:
     try:
         if path.is_dir():
             return _open_directory(path, progress)
+        if path.suffix == ".json" and path.is_file():
+            from calstack.frontends.config_only import open_config
+
+            return open_config(path, progress=progress)
         if path.exists():
             from calstack.frontends.gguf_model import open_gguf
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from calstack.devices.base import Completion
+from calstack.devices.base import Completion, LaneInput, LaneOutput, LogitRows
 from calstack.errors import DeviceError, DeviceRetryable
 from calstack.runtime.plan import LaunchPlan
 
@@ -17,7 +17,15 @@ def bad_answer(plan: LaunchPlan, completion: Completion, vocab: int) -> DeviceEr
         wrong = [
             i for i, (lane, out) in enumerate(zip(plan.lanes, completion.lanes, strict=True)) if lane.emit and not 0 <= out.token < vocab
         ]
-        if not wrong:
+        if wrong:
+            what = f"no token of the vocabulary in lane {wrong[0]}"
+        elif not all(map(_has_logits, plan.lanes, completion.lanes)):
+            what = "not the logits that were asked for"
+        else:
             return None
-        what = f"no token of the vocabulary in lane {wrong[0]}"
     return DeviceRetryable(f"the answer has {what}", where=plan.submodel)
+
+
+def _has_logits(lane: LaneInput, out: LaneOutput) -> bool:
+    rows = {LogitRows.NONE: 0, LogitRows.LAST: 1, LogitRows.ALL: lane.cur_len}[lane.logits]
+    return rows == 0 or (out.logits is not None and len(out.logits) == rows)

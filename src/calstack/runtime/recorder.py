@@ -28,7 +28,11 @@ class FlightRecorder:
         self._ring: deque[LaunchRecord] = deque(maxlen=size)
 
     def add(self, record: LaunchRecord) -> None:
-        """Append a record."""
+        """Append a record, without logits: they may be large, and a replay computes them anew."""
+        done = record.completion
+        if done is not None and any(lane.logits is not None for lane in done.lanes):
+            lanes = tuple(dataclasses.replace(lane, logits=None) for lane in done.lanes)
+            record = dataclasses.replace(record, completion=dataclasses.replace(done, lanes=lanes))
         self._ring.append(record)
 
     def records(self) -> tuple[LaunchRecord, ...]:

@@ -26,7 +26,7 @@ from calstack.server.page import PAGES, Page
 from calstack.server.responses import ResponsesRequest, understand_responses
 from calstack.server.schemas import ChatRequest, CompletionRequest, InfillRequest, NativeRequest
 from calstack.server.status import Health, Model, Models, Scrape
-from calstack.server.tokens import Detokenize, Tokenize
+from calstack.server.tokens import Detokenize, Tokenize, TokenizerInfo
 
 __all__ = ["build_app"]
 
@@ -63,6 +63,7 @@ def build_app(context: Context) -> ASGIApp:
         _route("/metrics", Scrape(context), "GET"),
         _route("/tokenize", Tokenize(context), "POST"),
         _route("/detokenize", Detokenize(context), "POST"),
+        _route("/tokenizer_info", TokenizerInfo(context), "GET"),
     ]
     native, infill = Endpoint(context, NativeRequest, understand_native), Endpoint(context, InfillRequest, understand_infill)
     routes += [

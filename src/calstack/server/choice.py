@@ -45,12 +45,13 @@ class End:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of a choice, with the tokens that it completes."""
+    """New text of a choice, with the tokens that it completes. `prompt`, in the first one: scores of the prompt's ids after the first."""
 
     index: int
     text: str
     tokens: tuple[TokenText, ...] = ()
     end: End | None = None
+    prompt: tuple[TokenLogprob, ...] = ()
 
 
 class Choice:
@@ -64,13 +65,15 @@ class Choice:
         emit: takes each Delta; called on the event loop.
         on_first: called once, at the first token.
         on_stop: called once when a stop string has matched and the engine should give up.
+        min_tokens: tokens before which no stop string counts.
+        silent: the output is dropped (the prompt's scores alone are wanted).
         meter: counts the thought; None when there can be none.
         on_spent: called once when the thought has used its budget; must call `force` with what ends it.
     """
 
     __slots__ = (
-        "_detokenizer", "_emit", "_held", "_keep", "_meter", "_on_first", "_on_spent", "_on_stop", "_released", "_seen", "_stops", "count",
-        "end", "index",
+        "_detokenizer", "_emit", "_given", "_held", "_keep", "_meter", "_on_first", "_on_spent", "_on_stop", "_prompt", "_released",
+        "_seen", "_silent", "_stops", "_unstopped", "count", "end", "index",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +86,8 @@ class Choice:
         emit: Callable[[Delta], None],
         on_first: Callable[[], None],
         on_stop: Callable[[], None],
+        min_tokens: int = 0,
+        silent: bool = False,
         meter: ThoughtMeter | None = None,
         on_spent: Callable[[], None] = lambda: None,
     ) -> None:
@@ -92,10 +97,18 @@ class Choice:
         self._keep, self._emit, self._on_first, self._on_stop = keep_tokens, emit, on_first, on_stop
         self._meter, self._on_spent = meter, on_spent
         self._held: deque[tuple[int, TokenText]] = deque()  # (characters that must be out first, token)
+        self._unstopped, self._silent = min_tokens, silent
+        self._prompt: list[TokenLogprob] = []
+        self._given = False
         self._seen = self._released = 0  # characters that came, and that went out
 
+    def on_prompt(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """A restart after the first token gives them again."""
+        if not self._given:
+            self._prompt.extend(logprobs[len(self._prompt) + 1 - start :])
+
     def on_tokens(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        if self._is_stopped():
+        if self._silent or self._is_stopped():
             return
         if not self.count:
             self._on_first()
@@ -115,7 +128,7 @@ class Choice:
             text = self._detokenizer.push(id_)
             if self._keep:
                 self._hold(id_, text, logprobs[place] if logprobs else TokenLogprob(logprob=0.0))
-            if went := self._stops.push(text):
+            if went := text if self.count <= self._unstopped else self._stops.push(text):
                 out.append(went)
             if self._meter is not None:
                 self._meter.push(text)
@@ -139,8 +152,10 @@ class Choice:
         usage = finish.usage
         if self._is_stopped():
             return End(reason="stop", completion_tokens=self.count, usage=usage, stop_string=self._stops.matched)
-        count = max(self.count, usage.output_tokens) if usage else self.count
+        count = max(self.count, usage.output_tokens) if usage and not self._silent else self.count
         match finish.reason:
+            case "stop" | "length" if self._silent:
+                return End(reason="length", completion_tokens=0, usage=usage)
             case "stop" | "length":
                 return End(reason=finish.reason, completion_tokens=count, usage=usage, stop_id=finish.stop_id)
             case "cancelled":
@@ -157,7 +172,9 @@ class Choice:
         self._released += len(text)
         tokens = self._release(last=end is not None) if self._keep else ()
         if text or tokens or end is not None:
-            self._emit(Delta(self.index, text, tokens, end))
+            prompt = () if self._given else tuple(self._prompt)
+            self._given = True
+            self._emit(Delta(self.index, text, tokens, end, prompt))
 
     def _release(self, *, last: bool) -> tuple[TokenText, ...]:
         """Tokens whose text is out. At the end all of them, but none that begins in or after a stop string."""

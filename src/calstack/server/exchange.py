@@ -43,6 +43,8 @@ class Plan:
     """Gives every prompt's ids; runs in a thread."""
     renderer: Renderer
     top_logprobs: int = -1
+    prompt_logprobs: int = -1
+    """As top_logprobs, for the prompts' own ids; -1 = they are not scored."""
     constrain: Callable[[], str] | None = None
     """Gives the grammar that the answers must match, checked; runs in a thread, after `tokenise`."""
     frame: Callable[[Any], bytes] = event
@@ -81,6 +83,7 @@ class Endpoint:
         with Generation(
             self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs, account=account
         ) as generation:
+            generation.prompt_logprobs = plan.prompt_logprobs
             async with _watching(receive, generation.client_left):
                 try:
                     await self._begin(plan, generation)
@@ -103,6 +106,8 @@ class Endpoint:
         prompts = await loop.run_in_executor(self._context.pool, plan.tokenise)
         generation.add_prompts(prompts, self._context.ready().context)
         if plan.constrain is not None:
+            if plan.generate.min_tokens:
+                raise RequestError("cannot go with a constraint", where="$.min_tokens", param="min_tokens")
             generation.grammar = await _in_time(loop.run_in_executor(self._context.pool, plan.constrain))
         generation.meter, generation.close_thought = plan.meter, plan.close_thought
         generation.start()

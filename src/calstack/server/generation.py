@@ -54,6 +54,8 @@ class Generation:
         """Makes what counts the thought of one answer of so many tokens."""
         self.close_thought: Callable[[], list[int]] = list
         """Gives the ids that end a thought."""
+        self.prompt_logprobs = -1
+        """Likeliest ids to give beside each prompt id's score; -1 = no scores."""
         self._renamed: dict[int, str] = {}
         self._places: list[Place] = []
         self._prompts: list[PromptSpec] = []
@@ -211,11 +213,13 @@ class Generation:
             emit=lambda delta: self._take(delta, prompt, place),
             on_first=lambda: self._first(place),
             on_stop=lambda: context.supervisor.cancel(self._name(index)),
+            min_tokens=generate.min_tokens,
+            silent=not prompt.limit,
             meter=self.meter(prompt.limit),
             on_spent=lambda: self._close_thought(choice),
         )
         self._choices.append(choice)
-        if not prompt.limit:  # nothing to generate: the prompt alone was asked for
+        if not prompt.limit and self.prompt_logprobs < 0:  # nothing to compute: the prompt alone was asked for
             choice.end = End(reason="length", completion_tokens=0)
             self._take(Delta(index, "", (), choice.end), prompt, place)
             return
@@ -226,13 +230,15 @@ class Generation:
         return Submit(
             request=self._name(index),
             prompt=prompt.ids,
-            max_tokens=prompt.limit,
+            max_tokens=max(1, prompt.limit),
             sampling=generate.sampling,
             seed=generate.seed,
             choice=draw,
             stop_ids=generate.stop_ids,
             ignore_eos=generate.ignore_eos,
+            min_tokens=generate.min_tokens,
             top_logprobs=self._top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             priority=generate.priority,
             cache_salt=generate.cache_salt,
             cache_prompt=generate.cache_prompt,

@@ -23,6 +23,10 @@ class Sink(Protocol):
         """New ids, in order; `logprobs` is empty or as long."""
         ...
 
+    def on_prompt(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Scores of the prompt's ids from `start` on; after a restart they come again."""
+        ...
+
     def on_finish(self, finish: Finish) -> None:
         """The one end of the choice."""
         ...
@@ -67,6 +71,8 @@ class Journal:
         """Keep and pass on what one step gave for one choice. A choice that has ended already is ignored."""
         if (entry := self._entries.get(out.request)) is None:
             return
+        if out.prompt_logprobs:
+            entry.sink.on_prompt(out.prompt_start, out.prompt_logprobs)
         if out.ids:
             entry.output.extend(out.ids)
             entry.sink.on_tokens(out.ids, out.logprobs)

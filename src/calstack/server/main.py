@@ -54,8 +54,12 @@ class Started:
     context: Context
 
 
-def serve(config: ServeConfig) -> int:
+def serve(config: ServeConfig, *, notify: Callable[[str], None] = lambda _: None) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code.
+
+    Args:
+        config: what to serve.
+        notify: takes `READY=1` and `STOPPING=1`, as a service manager reads them.
 
     Raises:
         CalstackError: when the configuration is wrong, the calbin cannot be read, or the engine does not start.
@@ -67,7 +71,14 @@ def serve(config: ServeConfig) -> int:
         switch, loop = StopSwitch(), asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, switch.press)
-        await run(config, switch, _announce)
+
+        def on_ready(started: Started) -> None:
+            _announce(started)
+            notify("READY=1")
+
+        stopping = loop.create_task(_on_drain(switch, lambda: notify("STOPPING=1")))
+        await run(config, switch, on_ready)
+        stopping.cancel()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
@@ -133,7 +144,9 @@ def _public(context: Context, tls: ssl.SSLContext | None) -> uvicorn.Config:
     listen, limits = context.config.listen, context.config.limits
     bounds = Bounds(limits.max_head_bytes, limits.max_head_fields, limits.head_timeout_s, limits.write_timeout_s)
     app = build_app(context)
-    return http_config(app, bounded(bounds), connections=listen.max_connections, idle_s=limits.idle_timeout_s, tls=tls)
+    return http_config(
+        app, bounded(bounds, on_refused=context.metrics.failed), connections=listen.max_connections, idle_s=limits.idle_timeout_s, tls=tls
+    )
 
 
 @contextlib.contextmanager
@@ -147,6 +160,11 @@ def _operations(context: Context, switch: StopSwitch, directory: Path) -> Iterat
         names = [str(found.getsockname()) for found in sockets]
         logger.info("operations plane", extra={"sockets": names, "audit": str(audit.path), "records": audit.chain.records})
         yield ops_server(OpsPlane(context, gate, audit, switch)), sockets
+
+
+async def _on_drain(switch: StopSwitch, then: Callable[[], None]) -> None:
+    await switch.drain.wait()
+    then()
 
 
 async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecutor, directory: Path) -> Context:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from calstack import __version__
-from calstack.calbin.manifest import FORMAT_MAJOR
+from calstack.calbin.manifest import FORMAT_MAJOR, WEIGHTLESS
 from calstack.errors import ArtifactError
 from calstack.server.constraints import ConstraintCheck
 from calstack.server.params import Defaults, Vocabulary
@@ -32,6 +32,7 @@ class _ManifestView(msgspec.Struct, frozen=True):
 
     format_major: int
     model: ModelSpec
+    requires: tuple[str, ...] = ()
 
 
 class _Generation(msgspec.Struct, frozen=True):
@@ -75,6 +76,8 @@ def load_model(path: Path, alias: str = "", *, template_seconds: float = 2.0) ->
     view = _decode(manifest, _ManifestView, path / "manifest.json")
     if view.format_major != FORMAT_MAJOR:
         raise ArtifactError(f"format {view.format_major} is not read here", where=str(path), remedy=_ANEW)
+    if WEIGHTLESS in view.requires:
+        raise ArtifactError("holds no parameters (feature weightless)", where=str(path), remedy="compile the model with its weights")
     spec, generation = view.model, _generation(path)
     tokenizer = Tokenizer.from_file(path / "tokenizer.json", bos_id=spec.bos_ids[0] if spec.add_bos and spec.bos_ids else None)
     own = path.resolve().name.removesuffix(".calbin")

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from calstack.errors import NotInCalbin
 from calstack.server.choice import Delta, End, TokenText
 from calstack.server.completions import ids_of, prompts_of, shown
 from calstack.server.constraints import constraint_of
 from calstack.server.context import Context
 from calstack.server.exchange import Plan
 from calstack.server.generation import Generation
+from calstack.server.infill import Infill
 from calstack.server.model import ServedModel
 from calstack.server.params import Generate, check_supported, generate_of, top_logprobs_of
 from calstack.server.render import Collected, chat_logprobs, timings_of
@@ -21,13 +21,6 @@ from calstack.server.status import check_model
 from calstack.text.pieces import PieceTable
 
 __all__ = ["NativeRenderer", "settings_of", "understand_infill", "understand_native"]
-
-_FIM = {
-    "prefix": ("<|fim_prefix|>", "<fim_prefix>", "<PRE>", "<fim-prefix>"),
-    "suffix": ("<|fim_suffix|>", "<fim_suffix>", "<SUF>", "<fim-suffix>"),
-    "middle": ("<|fim_middle|>", "<fim_middle>", "<MID>", "<fim-middle>"),
-}
-_FILE = ("<|file_sep|>", "<file_sep>")
 
 
 def understand_native(context: Context, fields: NativeRequest, _request_id: str) -> Plan:
@@ -46,27 +39,9 @@ def understand_infill(context: Context, fields: InfillRequest, _request_id: str)
     Raises:
         NotInCalbin: when the model was not made to fill in.
     """
-    model = context.model
-    marks = {name: model.tokenizer.special_id(*names) for name, names in _FIM.items()}
-    if any(id_ is None for id_ in marks.values()):
-        raise NotInCalbin("this model has no fill-in-the-middle tokens", remedy="serve a code model")
-    return _plan(context, fields, [fields.input_prefix], lambda: [_infill_ids(fields, model, marks)])
-
-
-def _infill_ids(fields: InfillRequest, model: ServedModel, marks: dict[str, int | None]) -> list[int]:
-    tokenizer, out = model.tokenizer, list(model.spec.bos_ids[:1]) if model.spec.add_bos else []
-    separator = tokenizer.special_id(*_FILE)
-
-    def add(mark: int | None, text: str) -> None:
-        out.extend([] if mark is None else [mark])
-        out.extend(tokenizer.encode(text, special=False))
-
-    for extra in fields.input_extra or ():
-        add(separator, f"{extra.filename or 'tmp'}\n{extra.text}")
-    add(marks["prefix"], fields.input_prefix + (fields.prompt or ""))
-    add(marks["suffix"], fields.input_suffix)
-    add(marks["middle"], "")
-    return out
+    infill = Infill(context.model)
+    prefix = fields.input_prefix + (fields.prompt or "")
+    return _plan(context, fields, [fields.input_prefix], lambda: [infill.ids(prefix, fields.input_suffix, fields.input_extra or ())])
 
 
 def _plan(context: Context, fields: NativeRequest | InfillRequest, shown_: list[str], tokenise: Callable[[], list[list[int]]]) -> Plan:

@@ -16,6 +16,7 @@ from calstack.specs import LogitBias, SamplingParams
 __all__ = ["Defaults", "Generate", "Vocabulary", "check_supported", "generate_of", "output_limit", "top_logprobs_of"]
 
 _SEEDS = 1 << 64
+_SALT_CHARS = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Generate:
     stops: tuple[str, ...]
     stop_ids: tuple[int, ...]
     ignore_eos: bool
+    min_tokens: int
     stream: bool
     include_usage: bool
     timings: bool
@@ -60,7 +62,6 @@ class Generate:
 
 # Fields of features that are not built, with the values that ask for nothing.
 _NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,),
     "prompt_logprobs": (-1,),
     "t_max_predict_ms": (0, -1),
     "return_progress": (False,),
@@ -72,7 +73,6 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0,),
     "adaptive_target": (-1,),
     "samplers": (),
-    "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -110,6 +110,7 @@ def generate_of(fields: GenerationFields, vocabulary: Vocabulary, limits: Limits
         RequestError: naming the field that is out of range.
     """
     ignore_eos = bool(fields.ignore_eos)
+    _check_metadata(fields)
     return Generate(
         sampling=_sampling(fields, vocabulary, limits, defaults),
         seed=_seed(fields.seed),
@@ -118,12 +119,13 @@ def generate_of(fields: GenerationFields, vocabulary: Vocabulary, limits: Limits
         stops=_stops(fields.stop, limits),
         stop_ids=_stop_ids(fields.stop_token_ids, vocabulary, ignore_eos=ignore_eos),
         ignore_eos=ignore_eos,
+        min_tokens=_min_tokens(fields),
         stream=bool(fields.stream),
         include_usage=_include_usage(fields),
         timings=bool(fields.timings or fields.timings_per_token),
         priority=_in_range("priority", fields.priority or 0, -(1 << 31), 1 << 31),
         cache_prompt=fields.cache_prompt is not False,
-        cache_salt=fields.cache_salt or "",
+        cache_salt=_salt(fields),
     )
 
 
@@ -195,6 +197,27 @@ def _max_tokens(fields: GenerationFields) -> int | None:
         if value is not None:
             return None if _in_range(name, value, -1, 1 << 62) == -1 else int(value)
     return None
+
+
+def _min_tokens(fields: GenerationFields) -> int:
+    most = _max_tokens(fields)
+    return _in_range("min_tokens", fields.min_tokens or 0, 0, (1 << 31 if most is None else most) + 1)
+
+
+def _salt(fields: GenerationFields) -> str:
+    """Requests share cached prefixes only when both are the same."""
+    parts = (fields.cache_salt or "", fields.prompt_cache_key or "")
+    for name, part in zip(("cache_salt", "prompt_cache_key"), parts, strict=True):
+        if len(part) > _SALT_CHARS:
+            raise _bad(name, f"is longer than {_SALT_CHARS} characters")
+    return "\0".join(parts) if any(parts) else ""
+
+
+def _check_metadata(fields: GenerationFields) -> None:
+    """OpenAI's bounds. Nothing is stored, so that is all there is to do with it."""
+    found = fields.metadata or {}
+    if len(found) > 16 or any(len(key) > 64 or len(value) > 512 for key, value in found.items()):
+        raise _bad("metadata", "has more than 16 entries, a key over 64 or a value over 512 characters")
 
 
 def _stops(stop: str | list[str] | None, limits: LimitsConfig) -> tuple[str, ...]:

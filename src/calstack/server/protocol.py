@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -34,6 +35,7 @@ class GuardedProtocol(HttpToolsProtocol):
     """Ends a connection whose head is too large or too slow, or whose client does not read. Made by `bounded`."""
 
     bounds: ClassVar[Bounds]
+    on_refused: ClassVar[Callable[[int], None]]
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _in_head = True
@@ -120,6 +122,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Say so when the client waits for an answer to this head, and close; a client that goes on sending is reset."""
         if self.transport.is_closing():
             return
+        if self._raw_bytes or answer is not _TOO_SLOW:  # browsers open connections that they may never use
+            type(self).on_refused(int(answer[9:12]))
         cycle: RequestResponseCycle | None = self.cycle  # None before the first request, whatever its annotation says
         if cycle is None or cycle.response_complete:
             self.transport.write(answer)
@@ -144,6 +148,8 @@ class PeerProtocol(GuardedProtocol):
         self.scope["calstack.peer"] = self._peer  # type: ignore[typeddict-unknown-key]
 
 
-def bounded(bounds: Bounds, base: type[GuardedProtocol] = GuardedProtocol) -> type[GuardedProtocol]:
-    """`base` with these bounds; uvicorn wants a class."""
-    return type(base.__name__, (base,), {"bounds": bounds})
+def bounded(
+    bounds: Bounds, base: type[GuardedProtocol] = GuardedProtocol, on_refused: Callable[[int], None] = lambda _: None
+) -> type[GuardedProtocol]:
+    """`base` with these bounds; uvicorn wants a class. `on_refused` takes the status of each head that is refused."""
+    return type(base.__name__, (base,), {"bounds": bounds, "on_refused": staticmethod(on_refused)})

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from calstack.server.choice import Delta, End, TokenText
 from calstack.server.generation import Generation
 from calstack.text.pieces import PieceTable
-from calstack.wire import Usage
+from calstack.wire import TokenLogprob, Usage
 
 __all__ = ["Collected", "Envelope", "Renderer", "chat_logprobs", "timings_of", "usage_of"]
 
@@ -47,6 +47,8 @@ class Collected:
     parts: list[str] = dataclasses.field(default_factory=list)
     tokens: list[TokenText] = dataclasses.field(default_factory=list)
     end: End | None = None
+    prompt: tuple[TokenLogprob, ...] = ()
+    """Scores of the prompt's ids after the first, where they were asked for."""
 
     @property
     def text(self) -> str:
@@ -58,6 +60,7 @@ class Collected:
         self.parts.append(delta.text)
         self.tokens.extend(delta.tokens)
         self.end = delta.end or self.end
+        self.prompt = self.prompt or delta.prompt
 
 
 class Renderer(Protocol):

@@ -44,7 +44,9 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     previous_response_id: str | None = None
     background: bool | None = None
     conversation: Any = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -72,6 +74,9 @@ def chat_of(given: ResponsesRequest) -> ChatRequest:
         "response_format": _format(given.text),
         "reasoning_effort": (given.reasoning or {}).get("effort"),
         "chat_template_kwargs": given.chat_template_kwargs,
+        "metadata": given.metadata,
+        "user": given.user,
+        "prompt_cache_key": given.prompt_cache_key,
     }
     try:
         return msgspec.convert(chat, ChatRequest)

@@ -52,6 +52,7 @@ class GenerationFields(_Input, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
     seed: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -69,9 +70,11 @@ class GenerationFields(_Input, frozen=True, kw_only=True):
     priority: int | None = None
     cache_prompt: bool | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
     response_format: Any = None
-    # not built yet
-    min_tokens: Any = None
+    # checked by constraints.py
     grammar: Any = None
     json_schema: Any = None
     structured_outputs: Any = None
@@ -81,6 +84,7 @@ class GenerationFields(_Input, frozen=True, kw_only=True):
     guided_grammar: Any = None
     regex: Any = None
     ebnf: Any = None
+    # not built yet
     lora: Any = None
     prompt_logprobs: Any = None
     t_max_predict_ms: Any = None
@@ -202,9 +206,11 @@ class InfillRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(_Input, frozen=True, kw_only=True):
-    """POST /tokenize, llama-server's."""
+    """POST /tokenize: llama-server's `content`, or vLLM's `prompt` with its own default for special tokens."""
 
-    content: str
+    content: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
     add_special: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None

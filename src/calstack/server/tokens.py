@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, llama-server's shapes."""
+"""POST /tokenize and /detokenize, llama-server's and vLLM's shapes; GET /tokenizer_info, vLLM's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from calstack.server.exchange import send_json
 from calstack.server.schemas import DetokenizeRequest, TokenizeRequest
 from calstack.text.detokenize import decode_all
 
-__all__ = ["Detokenize", "Tokenize"]
+__all__ = ["Detokenize", "Tokenize", "TokenizerInfo"]
 
 
 class _Route:
@@ -45,10 +45,35 @@ class Tokenize(_Route):
 
     def answer(self, fields: TokenizeRequest) -> dict[str, Any]:
         tokenizer = self._context.model.tokenizer
+        if (fields.content is None) == (fields.prompt is None):
+            raise RequestError("wants content or prompt", where="$.content", param="content")
+        if fields.content is None:
+            return self._vllm(fields, fields.prompt or "")
         ids = tokenizer.encode(fields.content, special=fields.parse_special is not False, bos=bool(fields.add_special))
         if not fields.with_pieces:
             return {"tokens": ids}
         return {"tokens": [{"id": id_, "piece": _piece(tokenizer.pieces.bytes_of(id_))} for id_ in ids]}
+
+    def _vllm(self, fields: TokenizeRequest, prompt: str) -> dict[str, Any]:
+        model = self._context.model
+        ids = model.tokenizer.encode(prompt, special=True, bos=fields.add_special_tokens is not False)
+        return {"tokens": ids, "count": len(ids), "max_model_len": self._context.ready().context}
+
+
+class TokenizerInfo:
+    """What evaluation harnesses ask of a tokenizer that they do not have themselves."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        model = self._context.model
+        pieces, spec = model.tokenizer.pieces, model.spec
+        pad = () if spec.pad_id is None else (spec.pad_id,)
+        first = {"bos_token": spec.bos_ids, "eos_token": model.vocabulary.end_ids, "pad_token": pad}
+        answer: dict[str, Any] = {name: pieces.bytes_of(ids[0]).decode("utf-8", "replace") if ids else None for name, ids in first.items()}
+        template = model.template.source if model.template is not None else None
+        await send_json(send, 200, {**answer, "chat_template": template, "model_max_length": self._context.ready().context})
 
 
 class Detokenize(_Route):
@@ -62,7 +87,8 @@ class Detokenize(_Route):
             if not 0 <= id_ < model.vocabulary.size:
                 where = f"tokens[{place}]"
                 raise RequestError(f"id {id_} is not in the vocabulary of {model.vocabulary.size}", where=f"$.{where}", param=where)
-        return {"content": decode_all(model.tokenizer.pieces, fields.tokens)}
+        text = decode_all(model.tokenizer.pieces, fields.tokens)
+        return {"content": text, "prompt": text}
 
 
 def _piece(data: bytes) -> str | list[int]:

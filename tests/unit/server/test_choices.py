@@ -127,3 +127,18 @@ def test_silence_in_a_stream_is_filled_with_comments(tmp_path: Path) -> None:
         assert ":" in blocks
         assert blocks[0].startswith("data: ")  # nothing before the first token: the status is held for it
         assert blocks[-2:] == ["data: [DONE]", ""]
+
+
+def test_least_length_holds_ends_and_stop_strings_back(server: LiveServer) -> None:
+    free = server.complete("a b c d", stop=["b"]).json()["choices"][0]
+    assert (free["text"], free["finish_reason"]) == ("a ", "stop")
+    held = server.complete("a b c d", stop=["b"], min_tokens=9).json()
+    assert held["choices"][0]["text"].startswith("a b c d")
+    assert held["usage"]["completion_tokens"] >= 9
+
+
+def test_least_length_is_bounded_and_takes_no_constraint(server: LiveServer) -> None:
+    for body in ({"min_tokens": 5, "max_tokens": 4}, {"min_tokens": 2, "regex": "a+"}):
+        response = server.complete("x", **body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "min_tokens")
+    server.assert_alive()

@@ -120,6 +120,19 @@ def test_what_is_not_http_is_a_400(strict: LiveServer, junk: bytes) -> None:
         assert until_closed(client).startswith(b"HTTP/1.1 400 ")
 
 
+def test_refused_heads_are_counted_by_status(strict: LiveServer) -> None:
+    def counted(status: int) -> float:
+        lines = strict.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[1]) for line in lines if line.startswith(f'calrt_errors_total{{code="{status}"}}'))
+
+    before = [counted(status) for status in (400, 408, 431)]
+    for sent in (b"HELO\r\n\r\n", b"GET /", b"", b"GET / HTTP/1.1\r\nx: " + b"y" * 9000):
+        with connect(strict) as client:
+            client.sendall(sent)
+            until_closed(client)
+    assert [counted(status) - b for status, b in zip((400, 408, 431), before, strict=True)] == [1, 1, 1]
+
+
 # --- bodies and answers --------------------------------------------------------------------------------------------------------
 
 

@@ -60,3 +60,37 @@ def test_top_logprobs_out_of_range_or_alone_is_a_400(server: LiveServer, body: d
 def test_logprobs_are_absent_unless_asked_for(server: LiveServer) -> None:
     assert server.chat("x").json()["choices"][0]["logprobs"] is None
     assert server.complete("x").json()["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("limit", [0, 1, 4])
+def test_echoed_prompt_carries_its_scores_before_the_answer(server: LiveServer, stream: bool, limit: int) -> None:
+    ids = server.post("/tokenize", content="the sky 漢").json()["tokens"]
+    body = {"prompt": ids, "echo": True, "logprobs": 2, "max_tokens": limit}
+    if stream:
+        choices = [event["choices"][0] for event in server.events("/v1/completions", **body)]
+    else:
+        choices = server.post("/v1/completions", **body).json()["choices"]
+    names = ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+    joined = {name: [one for choice in choices if choice["logprobs"] for one in choice["logprobs"][name]] for name in names}
+    assert "".join(choice["text"] for choice in choices).startswith("the sky 漢")
+    assert [len(joined[name]) for name in names] == [len(ids) + limit] * 4
+    assert joined["token_logprobs"][0] is joined["top_logprobs"][0] is None
+    assert all(value <= 0 for value in joined["token_logprobs"][1:])
+    assert all(len(tops) >= 2 for tops in joined["top_logprobs"][1:])
+    assert joined["text_offset"] == sorted(joined["text_offset"])
+    assert joined["text_offset"][len(ids) :][:1] == [len("the sky 漢")][:limit]
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_scores_of_each_prompt_stand_with_it(server: LiveServer) -> None:
+    choices = server.complete(["the", "hello world"], echo=True, logprobs=0, max_tokens=0, n=2).json()["choices"]
+    counts = [len(choice["logprobs"]["tokens"]) for choice in choices]
+    assert counts == [counts[0], counts[0], counts[2], counts[2]]
+    assert [choice["text"] for choice in choices] == ["the", "the", "hello world", "hello world"]
+
+
+def test_scored_prompt_alone_costs_no_output_tokens(server: LiveServer) -> None:
+    answer = server.complete("the sky", echo=True, logprobs=1, max_tokens=0).json()
+    assert answer["usage"]["completion_tokens"] == 0
+    server.assert_alive()

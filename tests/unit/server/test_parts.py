@@ -132,6 +132,8 @@ class Collect:
     def on_tokens(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         self.ids.extend(ids)
 
+    def on_prompt(self, start: int, logprobs: Sequence[TokenLogprob]) -> None: ...
+
     def on_finish(self, finish: Finish) -> None:
         self.ends.append(finish)
 

@@ -41,6 +41,8 @@ def content(response: Any) -> str:
         ("seed", "x"),
         ("max_tokens", -2),
         ("max_tokens", 2**63),
+        ("min_tokens", -1),
+        ("min_tokens", "3"),
         ("stop", ["a"] * 65),
         ("stop", "a" * 2000),
         ("stop", [1]),
@@ -70,7 +72,6 @@ def test_field_out_of_range_is_a_400_that_names_it(server: LiveServer, field: st
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("min_tokens", 3),
         ("mirostat", 2),
         ("dry_multiplier", 0.8),
         ("functions", [{}]),
@@ -288,7 +289,6 @@ def test_echo_with_no_tokens_gives_the_prompt_alone(server: LiveServer) -> None:
     answer = server.complete("hi", echo=True, max_tokens=0).json()
     assert answer["choices"][0]["text"] == "hi"
     assert answer["usage"]["completion_tokens"] == 0
-    assert server.complete("hi", echo=True, logprobs=1).status_code == 501
     server.assert_alive()
 
 
