@@ -52,7 +52,9 @@ struct Tiling {
 };
 
 // Calls whose parts threads run side by side without a word from the caller.
-bool shared_out(Op op) { return op != Op::lm_head && op != Op::all_gather && op != Op::moe_route && op != Op::moe_experts && op != Op::moe_combine; }
+bool shared_out(Op op) {
+  return op != Op::lm_head && op != Op::all_gather && op != Op::moe_route && op != Op::moe_experts && op != Op::moe_combine;
+}
 
 bool reads_weight(const Call& c) { return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route; }
 

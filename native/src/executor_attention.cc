@@ -4,6 +4,7 @@
 #include "attention_scratch.h"
 #include "calstack/executor.h"
 #include "executor_scratch.h"
+#include "kv_layout.h"
 
 namespace calstack {
 namespace {
@@ -52,12 +53,12 @@ void Executor::touch_keys(const Member& team, const Calbin& calbin, const Call& 
   const Lane& lane = launch.lane[static_cast<size_t>(std::min(own.begin / heads, launch.lanes - 1))];
   if (own.begin >= own.end || lane.cur != 1 || wants_splits(c, launch, pool_.threads())) return;
   const KVView kv = view(calbin, c, launch);
-  const size_t plane = calbin.kv.shape().layer_bytes() / static_cast<size_t>(2 * heads), all = static_cast<size_t>(heads) * plane;
-  const size_t head = static_cast<size_t>(own.begin % heads), count = std::min(static_cast<size_t>(own.end - own.begin), static_cast<size_t>(heads) - head);
+  const KVPlaces places(kv.type, kv.kv_heads, kv.head_dim);
+  const size_t from = static_cast<size_t>(own.begin % heads), to = std::min(static_cast<size_t>(heads), from + static_cast<size_t>(own.end - own.begin));
   for (int tile = first_seen(c, lane.past) / kKeyTile, most = tile + 2; tile < most && tile * kKeyTile < lane.past; ++tile) {
     const uint8_t* layer = kv.base + static_cast<size_t>(kv.tables[own.begin / heads][tile]) * kv.block_bytes + kv.layer_offset;
-    ahead.add(layer + head * plane, count * plane);
-    ahead.add(layer + all + head * plane, count * plane);
+    ahead.add(layer + places.k(from), places.k(to) - places.k(from));
+    ahead.add(layer + places.v(from), places.v(to) - places.v(from));
   }
 }
 
