@@ -36,6 +36,7 @@ class CalbinBuilder {
   void lm_head(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, const std::optional<VectorArg>& bias,
                float softcap, int first);
   void all_gather(int layer, const std::vector<BufArg>& parts, const BufArg& out, bool add);
+  void norm_add(int layer, const BufArg& x, const VectorArg& norm, float eps, const BufArg& residual);
   void moe_route(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, int top_k, bool renormalise,
                  const std::vector<int>& starts, const BufArg& out);
   void moe_experts(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& up, const WeightArg& down,

@@ -249,6 +249,13 @@ void CalbinBuilder::all_gather(int layer, const std::vector<BufArg>& parts, cons
   if (width != c.out.width) refuse("the parts of a gather do not fill its output");
 }
 
+void CalbinBuilder::norm_add(int layer, const BufArg& x, const VectorArg& norm, float eps, const BufArg& residual) {
+  Call& c = add(Op::norm_add, layer);
+  c.x = buf(x, 0);
+  c.norm = {vector(norm, c.x.width), eps};
+  c.out = buf(residual, c.x.width);
+}
+
 void CalbinBuilder::moe_route(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, int top_k, bool renormalise,
                               const std::vector<int>& starts, const BufArg& out) {
   Call& c = add(Op::moe_route, layer);
@@ -321,6 +328,7 @@ void init_program(nb::module_& m) {
       .def("attention", &CalbinBuilder::attention, "layer"_a, "qkv"_a, "kv_layer"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "out"_a)
       .def("lm_head", &CalbinBuilder::lm_head, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "bias"_a.none(), "softcap"_a, "first"_a)
       .def("all_gather", &CalbinBuilder::all_gather, "layer"_a, "parts"_a, "out"_a, "add"_a)
+      .def("norm_add", &CalbinBuilder::norm_add, "layer"_a, "x"_a, "norm"_a, "eps"_a, "residual"_a)
       .def("moe_route", &CalbinBuilder::moe_route, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "top_k"_a, "renormalise"_a, "starts"_a, "out"_a)
       .def("moe_experts", &CalbinBuilder::moe_experts, "layer"_a, "x"_a, "norm"_a, "eps"_a, "up"_a, "down"_a, "act"_a, "choice"_a, "top_k"_a,
            "first"_a, "experts"_a, "all"_a, "out"_a)

@@ -106,7 +106,7 @@ class CallClock {
 
 const char* op_name(Op op) {
   static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head", "all_gather",
-                                          "moe_route", "moe_experts", "moe_combine"};
+                                          "moe_route", "moe_experts", "moe_combine", "norm_add"};
   return names[static_cast<int>(op)];
 }
 
@@ -189,6 +189,7 @@ void Executor::run_together(const Calbin& calbin, LaunchData& launch, size_t beg
 void Executor::call(const Calbin& calbin, const Call& c, LaunchData& launch) {
   switch (c.op) {
     case Op::lm_head: return lm_head(calbin, c, launch);
+    case Op::norm_add: return norm_add(calbin, c, launch);
     case Op::moe_route: return moe_route(calbin, c, launch);
     case Op::moe_experts: return moe_experts(calbin, c, launch);
     case Op::moe_combine: return moe_combine(calbin, c, launch);
@@ -233,6 +234,15 @@ void Executor::rope_table(Member& team, const Calbin& calbin, const Call& c, con
   const size_t os = static_cast<size_t>(c.out.width);
   team.run(launch.rows, {8}, [&](int b, int e, int) {
     kernels_.rope_table(c.inv_freq, c.out.width / 2, c.attention_factor, launch.positions, out, os, b, e);
+  });
+}
+
+void Executor::norm_add(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  float *y = at(calbin, c.x), *x = at(calbin, c.out);
+  const size_t n = static_cast<size_t>(c.x.width);
+  pool_.run(launch.rows, {4, 32}, [&](int b, int e, int) {
+    kernels_.norm_rows(y, n, c.norm, y, n, c.x.width, b, e);
+    for (size_t i = static_cast<size_t>(b) * n; i < static_cast<size_t>(e) * n; ++i) x[i] += y[i];
   });
 }
 

@@ -55,6 +55,7 @@ CallWork call_work(const Call& c, const LaunchData& launch, const KVShape& kv) {
     case Op::attention: return attention_work(c, launch, kv);
     case Op::norm_linear:
     case Op::linear: return linear_work(c, rows);
+    case Op::norm_add: return {rows * 12 * c.x.width, rows * 5 * c.x.width};
     case Op::moe_route: return linear_work(c, rows);
     case Op::moe_experts: return experts_work(c, rows);
     case Op::moe_combine: return {rows * 4 * c.out.width * (c.top_k + 2), rows * 2 * c.top_k * c.out.width};

@@ -19,7 +19,7 @@ from calstack.specs import DrawKey, KVDType, QuantSpec, SamplingParams, WeightFo
 from calstack.targets.spec import ChipSpec, TargetSpec, load_target
 from tests.support.gguf_files import DATA
 
-MODELS = ("tiny-llama", "tiny-qwen3", "tiny-qwen3-moe")
+MODELS = ("tiny-llama", "tiny-qwen3", "tiny-qwen3-moe", "tiny-gemma3")
 FORMATS = (WeightFormat.F32, WeightFormat.W4A8, WeightFormat.W8A8)
 PROMPT = [int(i) for i in np.random.default_rng(7).integers(3, 150, 90)]
 

@@ -17,7 +17,7 @@ from calstack.specs import KVDType, QuantSpec, WeightFormat
 from tests.support.gguf_files import DATA
 
 VECTORS = Path(__file__).parent / "models"
-MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-qwen2", "tiny-phi3", "tiny-qwen3-moe", "tiny-mixtral")
+MODELS = ("tiny-llama", "tiny-qwen3", "tiny-mistral", "tiny-qwen2", "tiny-phi3", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3")
 OPTIONS = api.CompileOptions(quant=QuantSpec(default=WeightFormat.F32), kv_dtype=KVDType.F32, batches=(1, 4), quality=False)
 
 pytestmark = pytest.mark.native

@@ -82,7 +82,7 @@ class KVPool {
   std::atomic<size_t> committed_{0};
 };
 
-enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather, moe_route, moe_experts, moe_combine };
+enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather, moe_route, moe_experts, moe_combine, norm_add };
 const char* op_name(Op op);
 
 struct Buf {
@@ -227,6 +227,7 @@ class Executor {
   void attention_splits(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
   void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);
+  void norm_add(const Calbin& calbin, const Call& c, LaunchData& launch);
   void moe_route(const Calbin& calbin, const Call& c, LaunchData& launch);
   void place_pairs(const Call& c, int rows, float* choice);
   void list_pairs(const Call& c, int rows, float* choice);

@@ -49,6 +49,7 @@ class _Ints(click.ParamType[tuple[int, ...]]):
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--isa", default="", help="Force an instruction set of the cpu device.")
 @click.option("--through", default="device", show_default=True, help="Comma-separated: device, engine, http.")
+@click.option("--completion", default="event", show_default=True, help="Comma-separated: event, poll. How ends of launches are learnt.")
 @click.option("--roofline", is_flag=True, help="Measure the machine's ceilings too and give each row its share of the limit.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Also draw the rows: a .png, .svg or .pdf file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
@@ -64,6 +65,7 @@ def bench(
     device: str,
     isa: str,
     through: str,
+    completion: str,
     roofline: bool,
     picture: Path | None,
     as_json: bool,
@@ -83,6 +85,7 @@ def bench(
         peers=_names(peer_names, PEERS, "--peer"),
         peer_model=peer_model,
         roofline=roofline,
+        completions=_names(completion, ("event", "poll"), "--completion"),
     )
     report = run(setup, wanted, repeats=repeats, note=_note)
     if picture is not None:
@@ -106,7 +109,7 @@ def _note(line: str) -> None:
 
 
 def _print(report: Report) -> None:
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     machine = report.machine
     console.print(f"{machine.cpu}, {machine.threads} threads, {machine.isa}, {machine.memory_gib} GiB, Linux {machine.kernel}")
     console.print("  ".join(f"{k} {v}" for k, v in report.versions.items()))

@@ -90,8 +90,8 @@ class EngineSubject:
     Prompts differ from run to run, so no prefix is ever reused.
     """
 
-    def __init__(self, calbin: Path, *, device: str, isa: str, threads: int) -> None:
-        self._llm = api.load(calbin, device=device, open_options=api.OpenOptions(isa=isa, threads=threads))
+    def __init__(self, calbin: Path, *, device: str, isa: str, threads: int, completion: str = "event") -> None:
+        self._llm = api.load(calbin, device=device, open_options=api.OpenOptions(isa=isa, threads=threads, completion=completion))
         self._vocab = self._llm.driver.core.facts.vocab
         self._salt = 0
 

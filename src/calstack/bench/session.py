@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Setup:
     peers: tuple[str, ...]
     peer_model: Path | None
     roofline: bool = False
+    completions: tuple[str, ...] = ("event",)  # how the device and the engine learn that a launch has ended
 
 
 def run(setup: Setup, wanted: Sequence[Point], *, repeats: int, note: Callable[[str], None]) -> Report:
@@ -71,20 +73,30 @@ def run(setup: Setup, wanted: Sequence[Point], *, repeats: int, note: Callable[[
 
 @contextlib.contextmanager
 def _device(setup: Setup) -> Iterator[DeviceSubject]:
-    subject = DeviceSubject(
-        setup.calbin, device=setup.device, isa=setup.isa, threads=setup.threads, lanes=setup.lanes, positions=setup.positions
-    )
-    with contextlib.closing(subject):
+    with contextlib.closing(_on_device(setup, setup.completions[0])) as subject:
         yield subject
+
+
+def _on_device(setup: Setup, completion: str) -> DeviceSubject:
+    return DeviceSubject(
+        setup.calbin,
+        device=setup.device,
+        isa=setup.isa,
+        threads=setup.threads,
+        lanes=setup.lanes,
+        positions=setup.positions,
+        completion=completion,
+    )
 
 
 @contextlib.contextmanager
 def _subjects(setup: Setup, device: DeviceSubject) -> Iterator[tuple[list[tuple[str, Subject]], list[tuple[str, Subject]]]]:
     with contextlib.ExitStack() as stack:
         ours: list[tuple[str, Subject]] = []
-        for way in setup.ways:
-            subject = device if way == "device" else stack.enter_context(contextlib.closing(_open(way, setup, device)))
-            ours.append((way, subject))
+        for way, completion in itertools.product(setup.ways, setup.completions):
+            shared = way == "device" and completion == setup.completions[0]
+            subject = device if shared else stack.enter_context(contextlib.closing(_open(way, setup, device, completion)))
+            ours.append((way if len(setup.completions) == 1 else f"{way}, {completion}", subject))
         peers: list[tuple[str, Subject]] = []
         for name in setup.peers:
             if setup.peer_model is None:
@@ -94,9 +106,13 @@ def _subjects(setup: Setup, device: DeviceSubject) -> Iterator[tuple[list[tuple[
         yield ours, peers
 
 
-def _open(way: str, setup: Setup, device: DeviceSubject) -> Subject:
+def _open(way: str, setup: Setup, device: DeviceSubject, completion: str) -> Subject:
+    if way == "device":
+        return _on_device(setup, completion)
     if way == "engine":
-        return EngineSubject(setup.calbin, device=setup.device, isa=setup.isa, threads=setup.threads)
+        return EngineSubject(setup.calbin, device=setup.device, isa=setup.isa, threads=setup.threads, completion=completion)
+    if completion != "event":
+        raise UsageError("the server waits for events", where="--completion", remedy="compare completions through device or engine")
     arguments = ("--device", setup.device, "--threads", str(setup.threads), *(("--isa", setup.isa) if setup.isa else ()))
     return HttpSubject(setup.calbin, vocab=device.vocab, arguments=arguments)
 

@@ -20,6 +20,7 @@ from calstack.calbin.program import (
     MoeCombine,
     MoeExperts,
     MoeRoute,
+    NormAdd,
     NormLinear,
     Program,
     QkNormRopeKv,
@@ -229,6 +230,10 @@ class _Known:
             yield from self._heads(call)
         elif isinstance(call, Linear):
             yield from self._linear(call)
+        elif isinstance(call, NormAdd):
+            yield from self._vector("norm", call.norm, call.norm.n)
+            yield from self._buffer("x", call.x, call.norm.n)
+            yield from self._buffer("residual", call.residual, call.norm.n)
         elif isinstance(call, AllGather):
             yield from self._all_gather(call)
         elif isinstance(call, MoeRoute | MoeExperts | MoeCombine):

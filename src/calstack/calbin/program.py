@@ -24,6 +24,7 @@ __all__ = [
     "MoeCombine",
     "MoeExperts",
     "MoeRoute",
+    "NormAdd",
     "NormLinear",
     "Program",
     "QkNormRopeKv",
@@ -156,6 +157,17 @@ class Linear(_Call, frozen=True, kw_only=True, tag_field="op", tag="linear"):
     OP: ClassVar[str] = "linear"
 
 
+class NormAdd(_Call, frozen=True, kw_only=True, tag_field="op", tag="norm_add"):
+    """`residual += norm(x)`; `x` holds anything afterwards."""
+
+    x: str
+    norm: Vector
+    norm_kind: NormKind = NormKind.RMS
+    eps: float
+    residual: str
+    OP: ClassVar[str] = "norm_add"
+
+
 class LmHead(_Call, frozen=True, kw_only=True, tag_field="op", tag="lm_head"):
     """Final norm and projection of the rows a launch asks for, then sampling, top-k or logits per row.
 
@@ -241,7 +253,9 @@ class MoeCombine(_Call, frozen=True, kw_only=True, tag_field="op", tag="moe_comb
     OP: ClassVar[str] = "moe_combine"
 
 
-Call = Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | LmHead | AllGather | MoeRoute | MoeExperts | MoeCombine
+Call = (
+    Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | NormAdd | LmHead | AllGather | MoeRoute | MoeExperts | MoeCombine
+)
 
 
 class Program(_Node, frozen=True, kw_only=True):

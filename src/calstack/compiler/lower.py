@@ -15,6 +15,7 @@ from calstack.calbin.program import (
     MoeCombine,
     MoeExperts,
     MoeRoute,
+    NormAdd,
     NormLinear,
     QkNormRopeKv,
     RopeTable,
@@ -83,11 +84,12 @@ class _Walker:
             "Residual": self._residual,
             "Linear": self._linear,
             "LmHead": self._lm_head,
+            "NormAdd": self._norm_add,
         }
 
     def visit(self, position: int, node: ir.Node) -> None:
         """Append the node's call."""
-        if node.op_type in {"Residual", "QkNormRopeKv", "MoeResidual"}:
+        if node.op_type in {"Residual", "QkNormRopeKv", "MoeResidual", "NormAdd"}:
             self._check_in_place(position, node)
         if node.op_type == "MoeResidual":
             self._calls += self._moe(node)
@@ -202,6 +204,18 @@ class _Walker:
         self._same(node.outputs[0], residual)
         return Linear(
             layer=self._layer, x=self._of(x), weight=self._table.weight([weight]), bias=self._bias(bias), residual=self._of(residual)
+        )
+
+    def _norm_add(self, node: ir.Node) -> Call:
+        residual, x, norm = node.inputs
+        self._same(node.outputs[0], residual)
+        return NormAdd(
+            layer=self._layer,
+            x=self._of(x),
+            norm=self._table.vector([norm], plus_one=bool(attr(node, "plus_one", 0))),
+            norm_kind=_norm_kind(node),
+            eps=attr(node, "eps", 0.0),
+            residual=self._of(residual),
         )
 
     def _moe(self, node: ir.Node) -> list[Call]:

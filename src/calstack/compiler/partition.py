@@ -23,6 +23,7 @@ from calstack.calbin.program import (
     MoeCombine,
     MoeExperts,
     MoeRoute,
+    NormAdd,
     NormLinear,
     QkNormRopeKv,
     RopeTable,
@@ -255,6 +256,12 @@ class _Split:
             weight, bias = self._shards.weight(chip, c.weight, (share,)), self._shards.vector(chip, c.bias, (share,))
             self._calls[chip].append(Linear(layer=c.layer, x=self._at(c.x, chip), weight=weight, bias=bias, out=parts[-1]))
         self._gather(c.layer, parts, str(c.residual or c.out), add=c.residual is not None)
+
+    @call.register
+    def _(self, c: NormAdd) -> None:
+        for chip in self._chips:
+            own = {"x": self._at(c.x, chip), "residual": self._at(c.residual, chip), "norm": self._shards.whole(chip, c.norm)}
+            self._calls[chip].append(msgspec.structs.replace(c, **own))
 
     def _experts(self, experts: int) -> tuple[tuple[int, int], ...]:
         if experts < self._shards.chips:

@@ -15,7 +15,7 @@ from calstack.compiler.fuse.embed import EMBED, EMBED_SCALE
 from calstack.compiler.fuse.linear import BIAS, LINEAR, RESIDUAL
 from calstack.compiler.fuse.mlp import GATED
 from calstack.compiler.fuse.moe import MOE, MOE_RESIDUAL
-from calstack.compiler.fuse.norm import LM_HEAD, NORM_STACK
+from calstack.compiler.fuse.norm import LM_HEAD, NORM_RESIDUAL, NORM_STACK
 from calstack.compiler.fuse.rope import ROPE_TABLE
 from calstack.compiler.fuse.rule import Fuse, Miss, RemoveDead
 from calstack.compiler.inventory import Row, check_fused, take_inventory
@@ -53,6 +53,7 @@ FUSION = (
     NORM_STACK,
     LM_HEAD,
     RESIDUAL,
+    NORM_RESIDUAL,
     MOE_RESIDUAL,
 )
 

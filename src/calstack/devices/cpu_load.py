@@ -14,6 +14,7 @@ from calstack.calbin.program import (
     MoeCombine,
     MoeExperts,
     MoeRoute,
+    NormAdd,
     NormLinear,
     Program,
     QkNormRopeKv,
@@ -133,6 +134,11 @@ class _Translator:
     @call.register
     def _(self, c: AllGather) -> None:
         self._to.all_gather(c.layer, self._parts[c.sync], self._buffers[c.out], c.add)
+
+    @call.register
+    def _(self, c: NormAdd) -> None:
+        self._norm(c.norm_kind)
+        self._to.norm_add(c.layer, self._buffers[c.x], self._need(c.norm), c.eps, self._buffers[c.residual])
 
     @call.register
     def _(self, c: MoeRoute) -> None:

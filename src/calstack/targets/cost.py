@@ -22,6 +22,7 @@ from calstack.calbin.program import (
     MoeCombine,
     MoeExperts,
     MoeRoute,
+    NormAdd,
     NormLinear,
     Program,
     QkNormRopeKv,
@@ -120,6 +121,8 @@ def cost_of_call(call: Call, load: Load, kv: KVSpec, kv_heads: int) -> CallCost:
             return CallCost(read + 8.0 * n * call.heads * call.head_dim, float_ops=4.0 * n * load.keys * call.heads * call.head_dim)
         case Embed():
             return CallCost(n * (weight_bytes(call.weight) / max(call.weight.n, 1) + 4.0 * call.weight.k))
+        case NormAdd():
+            return CallCost(12.0 * n * call.norm.n)
         case QkNormRopeKv():
             return CallCost(8.0 * n * (call.heads + 2 * call.kv_heads) * call.head_dim)
         case _:

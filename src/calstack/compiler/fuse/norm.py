@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from calstack.compiler.fuse.match import attr, is_op, new_node, norm_of, only_use, scalar
+from calstack.compiler.fuse.match import attr, fused, initializer, is_op, new_node, norm_of, only_use, scalar
 from calstack.compiler.fuse.ops import DOMAIN
 from calstack.compiler.fuse.rule import Rule
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["LM_HEAD", "NORM_STACK"]
+__all__ = ["LM_HEAD", "NORM_RESIDUAL", "NORM_STACK"]
 
 Norm = tuple["ir.Value", "ir.Value", float, bool]
 
@@ -67,5 +67,30 @@ def _rewrite_head(node: ir.Node, match: _Head) -> None:
     new_node(node, "LmHead", [x, norm, *node.inputs[1:]], [match.logits], attributes)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Behind:
+    residual: ir.Value
+    linear: ir.Node
+    norm: Norm
+
+
+def _check_behind(node: ir.Node) -> _Behind | str:
+    for residual, value in (node.inputs, reversed(node.inputs)):
+        norm = norm_of(value)
+        if isinstance(norm, str) or residual is None or initializer(residual):
+            continue
+        linear = fused(norm[0], "Linear")
+        if linear is None or not only_use(value) or not only_use(norm[0]):
+            return "what is normalised is no product, or is read elsewhere too"
+        return _Behind(residual, linear, norm)
+    return "does not add a normalised product to a residual"
+
+
+def _rewrite_behind(node: ir.Node, match: _Behind) -> None:
+    x, weight, eps, plus_one = match.norm
+    new_node(node, "NormAdd", [match.residual, x, weight], node.outputs, {"eps": eps, "plus_one": int(plus_one)})
+
+
+NORM_RESIDUAL = Rule("norm_residual", "Add", _check_behind, _rewrite_behind)
 NORM_STACK = Rule("norm_linear", "Stack", _check_stack, _rewrite_stack, DOMAIN)
 LM_HEAD = Rule("lm_head", "Linear", _check_head, _rewrite_head, DOMAIN)
