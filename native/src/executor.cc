@@ -189,12 +189,17 @@ void Executor::run_together(const Calbin& calbin, LaunchData& launch, size_t beg
 void Executor::call(const Calbin& calbin, const Call& c, LaunchData& launch) {
   switch (c.op) {
     case Op::lm_head: return lm_head(calbin, c, launch);
-    case Op::norm_add: return norm_add(calbin, c, launch);
     case Op::moe_route: return moe_route(calbin, c, launch);
     case Op::moe_experts: return moe_experts(calbin, c, launch);
     case Op::moe_combine: return moe_combine(calbin, c, launch);
     case Op::all_gather: return all_gather(calbin, c, launch);
-    default: return;  // see `part`
+    case Op::embed:
+    case Op::rope_table:
+    case Op::qk_norm_rope_kv:
+    case Op::attention:
+    case Op::norm_add:
+    case Op::norm_linear:
+    case Op::linear: return;  // see `part`
   }
 }
 
@@ -205,9 +210,14 @@ void Executor::part(Member& team, const Calbin& calbin, const Call& c, const Lau
     case Op::rope_table: return rope_table(team, calbin, c, launch);
     case Op::qk_norm_rope_kv: return rope_kv(team, calbin, c, launch);
     case Op::attention: return attention(team, calbin, c, launch);
+    case Op::norm_add: return norm_add(team, calbin, c, launch);
     case Op::norm_linear:
     case Op::linear: return linear(team, c, at(calbin, c.x), stride(c.x), launch.rows, at(calbin, c.out), stride(c.out));
-    default: return;  // see `call`
+    case Op::lm_head:
+    case Op::moe_route:
+    case Op::moe_experts:
+    case Op::moe_combine:
+    case Op::all_gather: return;  // see `call`
   }
 }
 
@@ -237,10 +247,10 @@ void Executor::rope_table(Member& team, const Calbin& calbin, const Call& c, con
   });
 }
 
-void Executor::norm_add(const Calbin& calbin, const Call& c, LaunchData& launch) {
+void Executor::norm_add(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
   float *y = at(calbin, c.x), *x = at(calbin, c.out);
   const size_t n = static_cast<size_t>(c.x.width);
-  pool_.run(launch.rows, {4, 32}, [&](int b, int e, int) {
+  team.run(launch.rows, {4, 32}, [&](int b, int e, int) {
     kernels_.norm_rows(y, n, c.norm, y, n, c.x.width, b, e);
     for (size_t i = static_cast<size_t>(b) * n; i < static_cast<size_t>(e) * n; ++i) x[i] += y[i];
   });

@@ -216,6 +216,7 @@ class Executor {
   void touch_keys(const Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch, Ahead& ahead) const;
   void embed(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void rope_table(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void norm_add(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void rope_kv(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void linear(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void linear(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
@@ -227,7 +228,6 @@ class Executor {
   void attention_splits(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
   void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);
-  void norm_add(const Calbin& calbin, const Call& c, LaunchData& launch);
   void moe_route(const Calbin& calbin, const Call& c, LaunchData& launch);
   void place_pairs(const Call& c, int rows, float* choice);
   void list_pairs(const Call& c, int rows, float* choice);
