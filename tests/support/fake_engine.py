@@ -110,6 +110,8 @@ class FakeEngine:
             error = wire.ErrorValue(kind="UnsupportedError", message="this device has no power modes")
             self.send(wire.DeviceAnswer(id=command.id, error=error))
             return
+        if command.action == "status" and Path(self.rules.log_file).with_name("mute").exists():
+            return
         if command.action == "reset":
             await asyncio.sleep(self.rules.reset_s)
         if command.action == "dump":

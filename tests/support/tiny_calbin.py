@@ -242,7 +242,7 @@ def _manifest(t: Tiny, params: dict[str, np.ndarray], packed: dict[str, np.ndarr
             PackedTensor(name=n, chip=0, bytes=sizes[n], format=WeightFormat.F32, shape=tuple(v.shape)) for n, v in params.items()
         ),
         quant=(),
-        compatibility=Compatibility(format="1.0", runtime="0", compiler="0"),
+        compatibility=Compatibility(format="1.0", runtime=">=0.1.0", compiler="0.1.0"),
         files=(),
     )
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from calstack.calbin.manifest import Manifest
+from calstack.calbin.manifest import Manifest, Submodel
 from calstack.errors import ArtifactError
+from calstack.specs import Role
 
-__all__ = ["Mismatch", "Offer", "check_fit", "mismatches"]
+__all__ = ["Mismatch", "Offer", "Wish", "check_fit", "mismatches", "nearest"]
+
+
+_OPTION = {"batch": "batch", "q_len": "context", "context": "context"}
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +33,32 @@ class Mismatch(msgspec.Struct, frozen=True):
     calbin: str
     device: str
     remedy: str
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """A launch that somebody wants: lanes, tokens of a lane, positions."""
+
+    role: Role
+    batch: int
+    tokens: int
+    context: int
+
+
+def nearest(manifest: Manifest, wish: Wish) -> tuple[Submodel | None, tuple[Mismatch, ...]]:
+    """The submodel that misses the fewest wishes by the least, and what it misses; None when the role is missing."""
+    same = [s for s in manifest.submodels if s.role is wish.role]
+    if not same:
+        roles = ", ".join(sorted({s.role for s in manifest.submodels}))
+        return None, (Mismatch("$.submodels[].role", roles, wish.role, "compile a model that has this role"),)
+    pairs = [(s, _missed(s, wish)) for s in same]
+    best, missed = min(pairs, key=lambda pair: (len(pair[1]), sum(want - have for _, have, want in pair[1]), pair[0].batch))
+    remedies = ((field, have, want, _OPTION[field.rpartition(".")[2]]) for field, have, want in missed)
+    return best, tuple(Mismatch(field, str(have), str(want), f"compile with more: --{option}") for field, have, want, option in remedies)
+
+
+def _missed(submodel: Submodel, wish: Wish) -> list[tuple[str, int, int]]:
+    limits = (("batch", submodel.batch, wish.batch), ("q_len", submodel.q_len, wish.tokens), ("context", submodel.context, wish.context))
+    return [(f"$.submodels[{submodel.key}].{field}", have, want) for field, have, want in limits if want > have]
 
 
 def mismatches(manifest: Manifest, offer: Offer) -> tuple[Mismatch, ...]:

@@ -16,9 +16,10 @@ from calstack.calbin.check import check_manifest, check_program
 from calstack.calbin.manifest import FORMAT_MAJOR, FORMAT_MINOR, KNOWN_FEATURES, FileEntry, Manifest
 from calstack.calbin.program import Program
 from calstack.calbin.shard import Shard
+from calstack.calbin.versions import check_versions
 from calstack.errors import ArtifactError
 
-__all__ = ["MANIFEST", "MANIFEST_LIMIT", "PROGRAM_LIMIT", "SIDE_LIMIT", "Calbin", "open_calbin", "verify_files"]
+__all__ = ["MANIFEST", "MANIFEST_LIMIT", "PROGRAM_LIMIT", "SIDE_LIMIT", "Calbin", "open_calbin", "read_manifest", "verify_files"]
 
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 64 << 20  # bytes
@@ -87,18 +88,28 @@ class Calbin:
         return name in self._files
 
 
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a calbin directory, its version and structure checked, nothing else.
+
+    Raises:
+        ArtifactError: when it is missing, damaged, or of a format or feature that is not read here.
+    """
+    if not (path / MANIFEST).is_file():
+        raise ArtifactError(f"has no {MANIFEST}", where=str(path), remedy="give the directory that `calstack compile` wrote")
+    data = _read(path / MANIFEST, MANIFEST_LIMIT, MANIFEST)
+    _check_version(_decode(data, _Version, MANIFEST))
+    return _decode(data, Manifest, MANIFEST)
+
+
 def open_calbin(path: Path) -> Calbin:
     """Open a sealed calbin directory, checking everything but hashes.
 
     Raises:
         ArtifactError: naming the file, the field path and the remedy.
     """
-    if not (path / MANIFEST).is_file():
-        raise ArtifactError(f"has no {MANIFEST}", where=str(path), remedy="give the directory that `calstack compile` wrote")
-    data = _read(path / MANIFEST, MANIFEST_LIMIT, MANIFEST)
-    _check_version(_decode(data, _Version, MANIFEST))
-    manifest = _decode(data, Manifest, MANIFEST)
+    manifest = read_manifest(path)
     check_manifest(manifest, MANIFEST)
+    check_versions(manifest, MANIFEST)
     for index, entry in enumerate(manifest.files):
         _check_file(path, entry, f"{MANIFEST} $.files[{index}]")
     calbin = Calbin(path, manifest)

@@ -32,6 +32,7 @@ COMMANDS = {
     "inventory": ("calstack.cli.plan:inventory", "List a model's operators and what becomes of them."),
     "targets": ("calstack.cli.plan:targets", "List the targets, or measure this machine."),
     "inspect": ("calstack.cli.artifact:inspect", "Show what a calbin holds."),
+    "explain-mismatch": ("calstack.cli.mismatch:explain_mismatch", "Say field by field why a calbin does not fit a device or a request."),
     "verify": ("calstack.cli.artifact:verify", "Check a calbin's files and golden outputs on a device."),
     "run": ("calstack.cli.run:run", "Answer a prompt in the terminal, or chat."),
     "serve": ("calstack.cli.serve:serve", "Serve a calbin over HTTP."),

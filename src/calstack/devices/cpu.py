@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calstack.calbin.compat import Offer, check_fit
+from calstack.calbin.manifest import NUMERICS, PACKED_LAYOUT
 from calstack.calbin.reader import open_calbin
 from calstack.devices.base import (
     BufferId,
@@ -37,11 +39,14 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["CpuDevice"]
+__all__ = ["OFFER", "CpuDevice"]
 
 _MOVES = {KVMoveKind.COPY: 0, KVMoveKind.SAVE: 1, KVMoveKind.RESTORE: 2, KVMoveKind.CLEAR: 3}
 _OUTCOMES: dict[int, type[CalstackError]] = {1: CancelledError, 2: DeviceRetryable, 3: DeviceNeedsReset, 4: DeviceError}
 _MOST_BLOCKS = 1 << 24
+
+
+OFFER = Offer(name="cpu", chips=16, packed_layouts=(PACKED_LAYOUT,), numerics=(NUMERICS,), dram_bytes=())
 
 
 class CpuDevice:
@@ -89,6 +94,7 @@ class CpuDevice:
         opened = open_calbin(calbin)
         if opened.manifest.weightless:
             raise ArtifactError("holds no parameters (feature weightless)", where=str(calbin), remedy="compile the model with its weights")
+        check_fit(opened.manifest, OFFER)
         handle = native.load(build_calbin(opened, kv_blocks))
         programs = {s.key: i for i, s in enumerate(opened.manifest.submodels)}
         self._bounds[handle] = Bounds.of(opened.manifest, kv_blocks, late_masks=True), programs

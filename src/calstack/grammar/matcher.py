@@ -15,6 +15,7 @@ from calstack.errors import NotInCalbin, RequestError
 __all__ = ["Grammars", "Matcher", "load_grammars"]
 
 Mask = npt.NDArray[np.int32]
+_PLAINER = {"NoExtensionBias": "nothing can match it"}
 
 
 class Matcher:
@@ -107,4 +108,5 @@ def load_grammars(calbin: Path, *, vocab: int, eos: Sequence[int]) -> Callable[[
 
 
 def _first_line(message: str) -> str:
-    return message.strip().splitlines()[0][:300] if message.strip() else "unknown reason"
+    line = message.strip().splitlines()[0][:300] if message.strip() else "unknown reason"
+    return _PLAINER.get(line, line)

@@ -180,6 +180,8 @@ def anthropic_error(answer: Answer) -> dict[str, Any]:
 class CountMessages(ApplyTemplate):
     """POST /v1/messages/count_tokens."""
 
+    schema = MessagesRequest
+
     def _work(self, body: bytes) -> ChatWork:
         return ChatWork(self._context, chat_of(decode(body, MessagesRequest, max_depth=self._context.config.limits.max_json_depth)))
 

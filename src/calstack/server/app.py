@@ -22,6 +22,7 @@ from calstack.server.errors import InternalError, MethodError, NotFoundError, an
 from calstack.server.exchange import Endpoint, send_json
 from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Encoders, Props, SlotAction, Slots
 from calstack.server.native import understand_infill, understand_native
+from calstack.server.openapi import OpenAPI
 from calstack.server.page import PAGES, Page
 from calstack.server.responses import ResponsesRequest, understand_responses
 from calstack.server.schemas import ChatRequest, CompletionRequest, InfillRequest, NativeRequest
@@ -87,6 +88,7 @@ def build_app(context: Context) -> ASGIApp:
     ]
     routes += [_route(path, Encoders(context), "POST") for path in _ENCODER_ROUTES]
     routes += [_route(path, Page(name, kind), "GET") for path, (name, kind) in PAGES.items()]
+    routes.append(_route("/openapi.json", OpenAPI(routes), "GET"))
     return _Edge(context, Router(routes, redirect_slashes=False))
 
 

@@ -1,19 +1,18 @@
-"""Structured output: the fields that bound an answer's text, and the check that the engine will be able to follow them."""
+"""Structured output: the fields that bound an answer's text."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from calstack.errors import RequestError
-from calstack.grammar import Grammars, GrammarSpec, grammar_source
+from calstack.grammar import GrammarSpec
 from calstack.server.schemas import GenerationFields
 
-__all__ = ["ConstraintCheck", "after_thinking", "constraint_of", "schema_spec"]
+__all__ = ["after_thinking", "constraint_of", "schema_spec"]
 
 # vLLM's names inside structured_outputs, and its older fields.
 _VLLM = {"json": "json_schema", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "gbnf"}
@@ -22,42 +21,6 @@ _THOUGHT = r"""
 thought[lazy]: /(.|\n)*<\/think>/
 GAP: /[ \n]{1,4}/
 """
-
-
-class ConstraintCheck:
-    """Compiles constraints as the engine will, so that a bad one is a 400 before any token. Safe to use from several threads.
-
-    Args:
-        tokenizer_json: the calbin's tokenizer.json.
-        vocab: rows of the logits.
-        eos: ids that end an output.
-    """
-
-    def __init__(self, tokenizer_json: str, *, vocab: int, eos: Sequence[int]) -> None:
-        self._arguments = (tokenizer_json, vocab, tuple(eos))
-        self._lock = threading.Lock()
-        self._grammars: Grammars | None = None
-
-    def source(self, spec: GrammarSpec) -> str:
-        """The checked grammar text of a constraint.
-
-        Raises:
-            RequestError: it does not parse, is too large, or uses a keyword that is not supported; names it.
-        """
-        source = grammar_source(spec)
-        self.check(source, spec.param)
-        return source
-
-    def check(self, source: str, param: str) -> None:
-        """Raise RequestError when `source` cannot be compiled."""
-        self._built().matcher(source, param=param).mask()
-
-    def _built(self) -> Grammars:
-        with self._lock:
-            if self._grammars is None:
-                tokenizer_json, vocab, eos = self._arguments
-                self._grammars = Grammars(tokenizer_json, vocab=vocab, eos=eos)
-            return self._grammars
 
 
 def constraint_of(fields: GenerationFields) -> GrammarSpec | None:

@@ -31,6 +31,8 @@ class Context:
     metrics: Metrics
     pool: concurrent.futures.ThreadPoolExecutor
     """Threads for templates and tokenising."""
+    grammar_pool: concurrent.futures.ThreadPoolExecutor
+    """Threads that wait for constraints to compile, so that nobody else waits behind them."""
     access: Access
     traces: Traces | None = None
     draining: bool = False

@@ -69,7 +69,7 @@ class Endpoint:
     """
 
     def __init__(self, context: Context, schema: type[Any], understand: Callable[[Context, Any, str], Plan]) -> None:
-        self._context, self._schema, self._understand = context, schema, understand
+        self._context, self.schema, self._understand = context, schema, understand
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival, request_id = time.monotonic(), request_id_of(scope)
@@ -94,21 +94,22 @@ class Endpoint:
 
     async def _decode(self, body: bytes) -> Any:
         def work() -> Any:
-            return decode(body, self._schema, max_depth=self._context.config.limits.max_json_depth)
+            return decode(body, self.schema, max_depth=self._context.config.limits.max_json_depth)
 
         if len(body) <= _INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._context.pool, work)
 
     async def _begin(self, plan: Plan, generation: Generation) -> None:
+        context = self._context.ready().context  # from here on the request is accepted: a drain lets it finish
         generation.reserve(plan.prompts)
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._context.pool, plan.tokenise)
-        generation.add_prompts(prompts, self._context.ready().context)
+        generation.add_prompts(prompts, context)
         if plan.constrain is not None:
             if plan.generate.min_tokens:
                 raise RequestError("cannot go with a constraint", where="$.min_tokens", param="min_tokens")
-            generation.grammar = await _in_time(loop.run_in_executor(self._context.pool, plan.constrain))
+            generation.grammar = await _in_time(loop.run_in_executor(self._context.grammar_pool, plan.constrain))
         generation.meter, generation.close_thought = plan.meter, plan.close_thought
         generation.start()
 

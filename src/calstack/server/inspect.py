@@ -99,6 +99,8 @@ class Encoders(_Asked):
 class ApplyTemplate(_Asked):
     """POST /apply-template: the prompt of a chat body."""
 
+    schema: type[Any] = ChatRequest
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # ASGI
         limits = self._context.config.limits
         body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -11,6 +10,7 @@ import signal
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -44,6 +44,7 @@ __all__ = ["Started", "StopSwitch", "run", "serve"]
 logger = logging.getLogger(__name__)
 
 _TEXT_THREADS = 2
+_GRAMMARS = 2  # constraints that compile at once
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,9 +108,11 @@ async def run(
     with contextlib.ExitStack() as stack:
         tls = tls_context(config.listen)
         listener = stack.enter_context(public_socket(config.listen))
-        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(_TEXT_THREADS, "text"))
+        pool = stack.enter_context(ThreadPoolExecutor(_TEXT_THREADS, "text"))
+        grammar_pool = stack.enter_context(ThreadPoolExecutor(_GRAMMARS, "grammar"))
         directory = stack.enter_context(runtime_directory(config.runtime_dir))
-        context = await _build(config, pool, directory)
+        context = await _build(config, pool, grammar_pool, directory)
+        stack.callback(context.model.constraints.close)
         started = Started(url_of(config.listen, listener), context)
         public = HttpServer(_public(context, tls))
         servers = [(public, [listener])]
@@ -167,7 +170,7 @@ async def _on_drain(switch: StopSwitch, then: Callable[[], None]) -> None:
     then()
 
 
-async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecutor, directory: Path) -> Context:
+async def _build(config: ServeConfig, pool: ThreadPoolExecutor, grammar_pool: ThreadPoolExecutor, directory: Path) -> Context:
     limits = config.limits
     admission = Admission(lanes=1, max_requests=limits.max_queued_requests, max_tokens=limits.max_queued_tokens)
     journal = Journal()
@@ -192,6 +195,7 @@ async def _build(config: ServeConfig, pool: concurrent.futures.ThreadPoolExecuto
         admission=admission,
         metrics=metrics,
         pool=pool,
+        grammar_pool=grammar_pool,
         access=access,
         traces=open_traces(config.trace, model.id),
     )

@@ -13,7 +13,7 @@ import msgspec
 from calstack import __version__
 from calstack.calbin.manifest import FORMAT_MAJOR, WEIGHTLESS
 from calstack.errors import ArtifactError
-from calstack.server.constraints import ConstraintCheck
+from calstack.grammar import CheckedGrammars
 from calstack.server.params import Defaults, Vocabulary
 from calstack.specs import ModelSpec
 from calstack.text.template import ChatTemplate
@@ -63,7 +63,7 @@ class ServedModel:
     template: ChatTemplate | None
     vocabulary: Vocabulary
     defaults: Defaults
-    constraints: ConstraintCheck
+    constraints: CheckedGrammars
 
 
 def load_model(path: Path, alias: str = "", *, template_seconds: float = 2.0) -> ServedModel:
@@ -92,7 +92,7 @@ def load_model(path: Path, alias: str = "", *, template_seconds: float = 2.0) ->
         template=_template(path, spec, tokenizer, template_seconds),
         vocabulary=Vocabulary(size, _end_ids(spec, generation), lambda text: tokenizer.encode(text, special=True)),
         defaults=_defaults(generation),
-        constraints=ConstraintCheck(tokenizer.json, vocab=spec.vocab, eos=_end_ids(spec, generation)),
+        constraints=CheckedGrammars(tokenizer.json, vocab=spec.vocab, eos=_end_ids(spec, generation)),
     )
 
 

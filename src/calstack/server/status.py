@@ -65,8 +65,17 @@ class Health(_Route):
     """GET /health: 200 when requests are taken, 503 while loading, draining, or when the engine is down."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # ASGI
-        info = self._context.ready()
-        device = {"device": info.device, "calbin": info.calbin, "restarts": self._context.supervisor.restarts}
+        info, supervisor = self._context.ready(), self._context.supervisor
+        stats = supervisor.ask_stats()  # not waited for: a probe is answered at once, whatever the engine does
+        device = {
+            "device": info.device,
+            "device_status": stats.device_status if stats else 0,
+            "calbin": info.calbin,
+            "submodels": list(info.submodels),
+            "memory_used_bytes": sum(stats.dram_used_bytes) if stats else 0,
+            "memory_total_bytes": info.dram_total_bytes,
+            "restarts": supervisor.restarts,
+        }
         await send_json(send, 200, {"status": "ok", **device})
 
 

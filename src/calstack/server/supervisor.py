@@ -146,6 +146,11 @@ class Supervisor:
                 return await asyncio.wait_for(waiter, timeout_s)
         return self.stats
 
+    def ask_stats(self) -> EngineStats | None:
+        """The last known counters; newer ones are asked for and come later."""
+        self._send(StatsRequest())
+        return self.stats
+
     async def command(self, action: DeviceAction, value: str = "", *, timeout_s: float = 30.0) -> DeviceAnswer:
         """Let the engine do something to its device.
 

@@ -21,7 +21,7 @@ from calstack.server.listen import bind_unix, tls_context
 from tests.support.live_server import LiveServer, live_server
 
 LIMITS = LimitsConfig(
-    head_timeout_s=0.4, body_timeout_s=0.4, idle_timeout_s=0.4, write_timeout_s=0.4, max_head_bytes=8192, max_head_fields=20
+    head_timeout_s=1.0, body_timeout_s=0.4, idle_timeout_s=0.4, write_timeout_s=0.4, max_head_bytes=8192, max_head_fields=20
 )  # fmt: skip
 
 

@@ -72,6 +72,16 @@ def test_status_shows_engine_device_and_memory(plane: Operated) -> None:
     assert status["device"]["status"] == "ready"
 
 
+def test_status_of_an_engine_that_does_not_answer_says_so(plane: Operated, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calstack.server.ops.plane._STATUS_S", 0.2)
+    (directory / "mute").touch()
+    status = plane.call("/status").json()
+    (directory / "mute").unlink()
+    assert status["device"] is None
+    assert "did not answer" in status["error"]
+    assert plane.call("/status").json()["error"] is None
+
+
 def test_socket_is_for_its_user_alone(plane: Operated) -> None:
     assert plane.socket.stat().st_mode & 0o777 == 0o600
     assert plane.socket.parent.stat().st_mode & 0o777 == 0o700

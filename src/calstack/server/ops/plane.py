@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _BODY_BYTES = 1 << 12
 _BODY_S = 5.0
+_STATUS_S = 3.0
 
 
 class _Order(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -130,11 +131,16 @@ class OpsPlane:
     async def status(self, _order: _Order) -> dict[str, Any]:
         """How the server and its device are."""
         context, supervisor = self._context, self._context.supervisor
-        answer = await supervisor.command("status", timeout_s=5.0) if supervisor.state is EngineState.READY else None
+        answer, error = None, supervisor.error
+        if supervisor.state is EngineState.READY:
+            try:
+                answer = await supervisor.command("status", timeout_s=_STATUS_S)
+            except CalstackError as failure:  # an engine that hangs is what an operator looks for
+                error = failure
         return {
             "model": context.model.id,
             "engine": supervisor.state.value,
-            "error": supervisor.error.line() if supervisor.error else None,
+            "error": error.line() if error else None,
             "restarts": supervisor.restarts,
             "draining": context.draining,
             "in_flight": context.admission.in_flight,
