@@ -17,7 +17,9 @@ int64_t now_ns() {
   return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
 }
 
-constexpr size_t kNextBytes = 8192;  // of the next weight: memory stays busy while threads meet and quantise
+constexpr size_t kNextBytes = 98304;   // of the next weight at most, while a thread waits: it lies in L2 when the call begins
+constexpr int kCallsTogether = 64;     // then an abort is looked for
+constexpr int kRowsTogether = 512;     // rows times calls, at most, for the same reason
 
 // Activation bytes of a row chunk that stay in a core's L2 beside the weights that stream through it.
 constexpr size_t kChunkBytes = 512 << 10;
@@ -49,20 +51,58 @@ struct Tiling {
   }
 };
 
+// Calls whose parts threads run side by side without a word from the caller.
+bool shared_out(Op op) {
+  return op != Op::lm_head && op != Op::all_gather && op != Op::moe_route && op != Op::moe_experts && op != Op::moe_combine;
+}
+
+bool reads_weight(const Call& c) { return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route; }
+
 // Every call learns which weight is read after it; behind the last one comes the first, of the next launch.
 void link_next(Program& p) {
-  const auto reads = [](const Call& c) { return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route; };
-  const auto first = std::find_if(p.calls.begin(), p.calls.end(), reads);
+  const auto first = std::find_if(p.calls.begin(), p.calls.end(), reads_weight);
   const Call* next = first == p.calls.end() ? nullptr : &*first;
   for (auto c = p.calls.rbegin(); c != p.calls.rend(); ++c) {
     c->next = next;
-    if (reads(*c)) next = &*c;
+    if (reads_weight(*c)) next = &*c;
   }
 }
 
 bool quantised(const Weight& w) { return w.format == WFmt::w4a8 || w.format == WFmt::w8a8; }
 
+constexpr Chunking kLinearChunks{2};
+
+// The weights that a thread begins a call with.
+struct Slice {
+  const uint8_t* begin;
+  size_t bytes;
+  Slice(const Call& c, const Member& team) {
+    const Tiling tiles(c, 1, 1);
+    const ThreadPool::Range own = team.range_of(tiles.units, kLinearChunks);
+    const size_t unit = static_cast<size_t>(tiles.step) * block_bytes(c.weight);
+    begin = c.weight.data + static_cast<size_t>(own.begin) * unit;
+    bytes = static_cast<size_t>(own.end - own.begin) * unit;
+  }
+};
+
 }  // namespace
+
+// Start and duration of every call, from the launch's begin; without a launch nothing.
+class CallClock {
+ public:
+  explicit CallClock(LaunchData* launch) : launch_(launch), begin_(launch != nullptr ? now_ns() : 0), last_(begin_) {}
+  void ended(size_t call) {
+    if (launch_ == nullptr) return;
+    const int64_t t = now_ns();
+    launch_->spans[call] = {last_ - begin_, t - last_};
+    last_ = t;
+  }
+
+ private:
+  LaunchData* launch_;
+  const int64_t begin_;
+  int64_t last_;
+};
 
 const char* op_name(Op op) {
   static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head", "all_gather",
@@ -117,116 +157,158 @@ bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<b
   chip_ = chip;
   halted_ = false;
   const auto& calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls;
-  const bool profile = launch.profile && chip == 0;
-  const int64_t begin = profile ? now_ns() : 0;
-  int64_t last = begin;
-  for (size_t i = 0; i < calls.size(); ++i) {
+  CallClock clock(launch.profile && chip == 0 ? &launch : nullptr);
+  const size_t most = static_cast<size_t>(std::clamp(kRowsTogether / std::max(launch.rows, 1), 1, kCallsTogether));
+  for (size_t i = 0; i < calls.size();) {
     if (abort.load(std::memory_order_relaxed)) return false;
+    size_t end = i;
+    while (end < calls.size() && end - i < most && shared_out(calls[end].op)) ++end;
+    if (end > i) {
+      run_together(calbin, launch, i, end, &clock);
+      i = end;
+      continue;
+    }
     call(calbin, calls[i], launch);
     if (halted_) return false;
-    if (profile) {
-      const int64_t t = now_ns();
-      launch.spans[i] = {last - begin, t - last};
-      last = t;
-    }
+    clock.ended(i++);
   }
   return true;
 }
 
+void Executor::run_together(const Calbin& calbin, LaunchData& launch, size_t begin, size_t end, CallClock* clock) {
+  const Call* calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls.data();
+  pool_.together([&](Member& team) {
+    for (size_t i = begin; i < end; ++i) {
+      look_ahead(team, calbin, calls + i + 1, calls + end, launch);
+      part(team, calbin, calls[i], launch);
+      if (team.index() == 0) clock->ended(i);
+    }
+  });
+}
+
 void Executor::call(const Calbin& calbin, const Call& c, LaunchData& launch) {
-  const auto stride = [](const Buf& b) { return static_cast<size_t>(b.width); };
   switch (c.op) {
-    case Op::embed: return embed(calbin, c, launch);
-    case Op::rope_table: return rope_table(calbin, c, launch);
-    case Op::qk_norm_rope_kv: return rope_kv(calbin, c, launch);
-    case Op::attention: return attention(calbin, c, launch);
     case Op::lm_head: return lm_head(calbin, c, launch);
-    case Op::norm_add: return norm_add(calbin, c, launch);
     case Op::moe_route: return moe_route(calbin, c, launch);
     case Op::moe_experts: return moe_experts(calbin, c, launch);
     case Op::moe_combine: return moe_combine(calbin, c, launch);
     case Op::all_gather: return all_gather(calbin, c, launch);
+    case Op::embed:
+    case Op::rope_table:
+    case Op::qk_norm_rope_kv:
+    case Op::attention:
+    case Op::norm_add:
     case Op::norm_linear:
-    case Op::linear: return linear(c, at(calbin, c.x), stride(c.x), launch.rows, at(calbin, c.out), stride(c.out));
+    case Op::linear: return;  // see `part`
   }
 }
 
-void Executor::embed(const Calbin& calbin, const Call& c, LaunchData& launch) {
-  float* out = at(calbin, c.out);
-  const size_t os = static_cast<size_t>(c.out.width);
-  pool_.run(launch.rows, {8}, [&](int b, int e, int) { kernels_.embed_rows(c.weight, launch.tokens, c.scale, out, os, b, e); });
+void Executor::part(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
+  const auto stride = [](const Buf& b) { return static_cast<size_t>(b.width); };
+  switch (c.op) {
+    case Op::embed: return embed(team, calbin, c, launch);
+    case Op::rope_table: return rope_table(team, calbin, c, launch);
+    case Op::qk_norm_rope_kv: return rope_kv(team, calbin, c, launch);
+    case Op::attention: return attention(team, calbin, c, launch);
+    case Op::norm_add: return norm_add(team, calbin, c, launch);
+    case Op::norm_linear:
+    case Op::linear: return linear(team, c, at(calbin, c.x), stride(c.x), launch.rows, at(calbin, c.out), stride(c.out));
+    case Op::lm_head:
+    case Op::moe_route:
+    case Op::moe_experts:
+    case Op::moe_combine:
+    case Op::all_gather: return;  // see `call`
+  }
 }
 
-void Executor::rope_table(const Calbin& calbin, const Call& c, LaunchData& launch) {
+// What the thread reads after the call before `c`, while it waits for the others at that call's end.
+void Executor::look_ahead(Member& team, const Calbin& calbin, const Call* c, const Call* end, const LaunchData& launch) const {
+  team.ahead.clear();
+  if (launch.rows > kFewRows) return;
+  for (; c < end; ++c) {
+    if (c->op == Op::attention) touch_keys(team, calbin, *c, launch, team.ahead);
+    if (!reads_weight(*c)) continue;
+    const Slice s(*c, team);
+    return team.ahead.add(s.begin, std::min(s.bytes, kNextBytes));
+  }
+}
+
+void Executor::embed(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
   float* out = at(calbin, c.out);
   const size_t os = static_cast<size_t>(c.out.width);
-  pool_.run(launch.rows, {8}, [&](int b, int e, int) {
+  team.run(launch.rows, {8}, [&](int b, int e, int) { kernels_.embed_rows(c.weight, launch.tokens, c.scale, out, os, b, e); });
+}
+
+void Executor::rope_table(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
+  float* out = at(calbin, c.out);
+  const size_t os = static_cast<size_t>(c.out.width);
+  team.run(launch.rows, {8}, [&](int b, int e, int) {
     kernels_.rope_table(c.inv_freq, c.out.width / 2, c.attention_factor, launch.positions, out, os, b, e);
   });
 }
 
-void Executor::norm_add(const Calbin& calbin, const Call& c, LaunchData& launch) {
+void Executor::norm_add(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
   float *y = at(calbin, c.x), *x = at(calbin, c.out);
   const size_t n = static_cast<size_t>(c.x.width);
-  pool_.run(launch.rows, {4, 32}, [&](int b, int e, int) {
+  team.run(launch.rows, {4, 32}, [&](int b, int e, int) {
     kernels_.norm_rows(y, n, c.norm, y, n, c.x.width, b, e);
     for (size_t i = static_cast<size_t>(b) * n; i < static_cast<size_t>(e) * n; ++i) x[i] += y[i];
   });
 }
 
 void Executor::linear(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
-  if (!quantised(c.weight)) return linear_float(c, x, xs, rows, out, os);
-  if (rows == 1 || rows * c.weight.k <= kFewElements) return linear_few(c, x, xs, rows, out, os);
-  linear_quantised(c, x, xs, rows, out, os);
+  pool_.together([&](Member& team) { linear(team, c, x, xs, rows, out, os); });
 }
 
-// Each worker quantises the few rows for itself on its first chunk: one phase instead of two.
-void Executor::linear_few(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
+void Executor::linear(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
+  if (!quantised(c.weight)) return linear_float(team, c, x, xs, rows, out, os);
+  if (rows == 1 || rows * c.weight.k <= kFewElements) return linear_few(team, c, x, xs, rows, out, os);
+  linear_quantised(team, c, x, xs, rows, out, os);
+}
+
+// Each thread quantises the few rows for itself on its first chunk: one phase instead of two.
+void Executor::linear_few(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
   const Tiling tiles(c, rows, rows);
-  const uint64_t phase = ++scratch_->phase;
-  const auto work = [&](int b, int e, int w) {
-    WorkerScratch& mine = scratch_->worker[static_cast<size_t>(w)];
-    QuantRows q = mine.few;
-    q.k = c.weight.k;
-    q.group = c.weight.group;
-    if (mine.phase != phase) kernels_.quant_rows(x, xs, c.norm, q, 0, rows);
-    mine.phase = phase;
-    kernels_.linear_q(c.weight, q, rows, c.bias, c.epilogue, c.act, out, os, b * tiles.step, e * tiles.step);
-  };
-  pool_.run_then(tiles.units, {2}, work, [&](int w) { prefetch_next(*c.next, w); });
+  QuantRows q = scratch_->worker[static_cast<size_t>(team.index())].few;
+  q.k = c.weight.k;
+  q.group = c.weight.group;
+  bool ready = false;
+  const ThreadPool::Range own = team.range_of(tiles.units, kLinearChunks);
+  const uint8_t* next = Slice(*c.next, team).begin;
+  Weight w = c.weight;
+  team.run(tiles.units, kLinearChunks, [&](int b, int e, int) {
+    if (!ready) kernels_.quant_rows(x, xs, c.norm, q, 0, rows);
+    ready = true;
+    const bool stolen = b < own.begin || b >= own.end;
+    w.after = stolen ? nullptr : e == own.end ? next : w.data + static_cast<size_t>(e * tiles.step) * block_bytes(w);
+    kernels_.linear_q(w, q, rows, c.bias, c.epilogue, c.act, out, os, b * tiles.step, e * tiles.step);
+  });
 }
 
-// The weights that the worker will begin with.
-void Executor::prefetch_next(const Call& c, int worker) {
-  const Tiling tiles(c, 1, 1);
-  const size_t from = static_cast<size_t>(pool_.range_of(tiles.units, worker).begin * tiles.step) * block_bytes(c.weight);
-  for (size_t i = 0; i < kNextBytes; i += 64) __builtin_prefetch(c.weight.data + from + i);
-}
-
-void Executor::linear_quantised(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
+void Executor::linear_quantised(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
   const QuantRows q = scratch_->shared(c.weight.k, c.weight.group);
-  pool_.run(rows, {4, 32}, [&](int b, int e, int) { kernels_.quant_rows(x, xs, c.norm, q, b, e); });
+  team.run(rows, {4, 32}, [&](int b, int e, int) { kernels_.quant_rows(x, xs, c.norm, q, b, e); });
   const size_t row_bytes = static_cast<size_t>(q.k + 12 * (q.k / q.group));
   const Tiling tiles(c, rows, row_chunk(row_bytes, rows));
-  pool_.run(tiles.count(), {2}, [&](int b, int e, int) {
+  team.run(tiles.count(), kLinearChunks, [&](int b, int e, int) {
     tiles.each(b, e, [&](int r0, int n, int nb0, int nb1) {
       kernels_.linear_q(c.weight, advance(q, r0), n, c.bias, c.epilogue, c.act, out + static_cast<size_t>(r0) * os, os, nb0, nb1);
     });
   });
 }
 
-void Executor::linear_float(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
+void Executor::linear_float(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
   if (c.norm.weight != nullptr) {
     float* y = scratch_->normed.as<float>();
     const size_t ys = static_cast<size_t>(c.weight.k);
-    pool_.run(rows, {4, 32}, [&, from = x, from_stride = xs](int b, int e, int) {
+    team.run(rows, {4, 32}, [&, from = x, from_stride = xs](int b, int e, int) {
       kernels_.norm_rows(from, from_stride, c.norm, y, ys, c.weight.k, b, e);
     });
     x = y;
     xs = ys;
   }
   const Tiling tiles(c, rows, row_chunk(static_cast<size_t>(c.weight.k) * sizeof(float), rows));
-  pool_.run(tiles.count(), {2}, [&](int b, int e, int) {
+  team.run(tiles.count(), kLinearChunks, [&](int b, int e, int) {
     tiles.each(b, e, [&](int r0, int n, int nb0, int nb1) {
       const size_t r = static_cast<size_t>(r0);
       kernels_.linear_f(c.weight, x + r * xs, xs, n, c.bias, c.epilogue, c.act, out + r * os, os, nb0, nb1);

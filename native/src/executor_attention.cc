@@ -4,6 +4,7 @@
 #include "attention_scratch.h"
 #include "calstack/executor.h"
 #include "executor_scratch.h"
+#include "kv_layout.h"
 
 namespace calstack {
 namespace {
@@ -17,9 +18,10 @@ KVView view(const Calbin& calbin, const Call& c, const LaunchData& launch) {
           launch.tables.data()};
 }
 
-int first_split(const Call& c, int position) {
-  return c.attn.window > 0 ? std::max(0, position - c.attn.window + 1) / kSplitKeys : 0;
-}
+int first_seen(const Call& c, int position) { return c.attn.window > 0 ? std::max(0, position - c.attn.window + 1) : 0; }
+int first_split(const Call& c, int position) { return first_seen(c, position) / kSplitKeys; }
+
+constexpr Chunking kItems{1, 1};
 
 // Decode over long contexts with too few (lane, kv head) items to keep every thread busy.
 bool wants_splits(const Call& c, const LaunchData& launch, int threads) {
@@ -34,23 +36,39 @@ bool wants_splits(const Call& c, const LaunchData& launch, int threads) {
 
 }  // namespace
 
-void Executor::rope_kv(const Calbin& calbin, const Call& c, LaunchData& launch) {
+void Executor::rope_kv(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
   const KVView kv = view(calbin, c, launch);
   float* qkv = at(calbin, c.x);
   const float* table = at(calbin, c.table);
   const size_t xs = static_cast<size_t>(c.x.width), ts = static_cast<size_t>(c.table.width);
-  pool_.run(launch.rows, {4, 16}, [&](int b, int e, int) {
+  team.run(launch.rows, {4, 16}, [&](int b, int e, int) {
     kernels_.qk_norm_rope_kv(qkv, xs, table, ts, c.rope_dim, c.q_norm, c.k_norm, c.eps, c.attn, kv, launch.row_lane, launch.positions, b, e);
   });
 }
 
-void Executor::attention(const Calbin& calbin, const Call& c, LaunchData& launch) {
-  if (wants_splits(c, launch, pool_.threads())) return attention_splits(calbin, c, launch);
-  attention_rows(calbin, c, launch);
+// The first keys and values that the thread takes: of one lane, side by side for its heads.
+void Executor::touch_keys(const Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch, Ahead& ahead) const {
+  const int heads = c.attn.kv_heads;
+  const ThreadPool::Range own = team.range_of(launch.lanes * heads, kItems);
+  const Lane& lane = launch.lane[static_cast<size_t>(std::min(own.begin / heads, launch.lanes - 1))];
+  if (own.begin >= own.end || lane.cur != 1 || wants_splits(c, launch, pool_.threads())) return;
+  const KVView kv = view(calbin, c, launch);
+  const KVPlaces places(kv.type, kv.kv_heads, kv.head_dim);
+  const size_t from = static_cast<size_t>(own.begin % heads), to = std::min(static_cast<size_t>(heads), from + static_cast<size_t>(own.end - own.begin));
+  for (int tile = first_seen(c, lane.past) / kKeyTile, most = tile + 2; tile < most && tile * kKeyTile < lane.past; ++tile) {
+    const uint8_t* layer = kv.base + static_cast<size_t>(kv.tables[own.begin / heads][tile]) * kv.block_bytes + kv.layer_offset;
+    ahead.add(layer + places.k(from), places.k(to) - places.k(from));
+    ahead.add(layer + places.v(from), places.v(to) - places.v(from));
+  }
 }
 
-void Executor::attention_rows(const Calbin& calbin, const Call& c, LaunchData& launch) {
-  auto& items = scratch_->items;
+void Executor::attention(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
+  if (wants_splits(c, launch, pool_.threads())) return attention_splits(team, calbin, c, launch);
+  attention_rows(team, calbin, c, launch);
+}
+
+void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
+  auto& items = scratch_->worker[static_cast<size_t>(team.index())].items;
   items.clear();
   const int block = row_block(c.attn);
   for (int i = 0; i < launch.lanes; ++i) {  // last rows first: they see the most keys
@@ -65,7 +83,10 @@ void Executor::attention_rows(const Calbin& calbin, const Call& c, LaunchData& l
   float* out = at(calbin, c.out);
   const size_t xs = static_cast<size_t>(c.x.width), os = static_cast<size_t>(c.out.width);
   const int heads = c.attn.kv_heads;
-  pool_.run(static_cast<int>(items.size()) * heads, {1, 1}, [&](int b, int e, int w) {
+  Ahead keys;
+  touch_keys(team, calbin, c, launch, keys);
+  keys.finish();
+  team.run(static_cast<int>(items.size()) * heads, kItems, [&](int b, int e, int w) {
     for (int u = b; u < e; ++u) {
       const AttentionItem& it = items[static_cast<size_t>(u / heads)];
       kernels_.attention(qkv, xs, c.attn, kv, it.lane, launch.positions, u % heads, it.r0, it.r1, out, os,
@@ -75,8 +96,8 @@ void Executor::attention_rows(const Calbin& calbin, const Call& c, LaunchData& l
 }
 
 // One item per (lane, split, kv head), then the merge per (lane, kv head). Partials: [lane][kv head][split].
-void Executor::attention_splits(const Calbin& calbin, const Call& c, LaunchData& launch) {
-  auto& items = scratch_->items;
+void Executor::attention_splits(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
+  auto& items = scratch_->worker[static_cast<size_t>(team.index())].items;
   items.clear();
   const int most = (launch.program->context + kSplitKeys - 1) / kSplitKeys;
   for (int i = 0; i < launch.lanes; ++i) {
@@ -92,7 +113,7 @@ void Executor::attention_splits(const Calbin& calbin, const Call& c, LaunchData&
   const auto part = [&](int row, int head, int s) { return static_cast<size_t>((row * heads + head) * most + s) * static_cast<size_t>(group); };
   float *ml = scratch_->partial_ml.as<float>(), *o = scratch_->partial_o.as<float>();
   const size_t dim = static_cast<size_t>(c.attn.head_dim);
-  pool_.run(static_cast<int>(items.size()) * heads, {1, 1}, [&](int b, int e, int w) {
+  team.run(static_cast<int>(items.size()) * heads, kItems, [&](int b, int e, int w) {
     for (int u = b; u < e; ++u) {
       const AttentionItem& it = items[static_cast<size_t>(u / heads)];
       const int position = launch.positions[it.r0], head = u % heads;
@@ -101,13 +122,14 @@ void Executor::attention_splits(const Calbin& calbin, const Call& c, LaunchData&
                                scratch_->worker[static_cast<size_t>(w)].attention.data());
     }
   });
-  for (int row = 0; row < launch.rows; ++row) {
-    const int position = launch.positions[row], splits = position / kSplitKeys - first_split(c, position) + 1;
-    for (int head = 0; head < heads; ++head) {
+  team.run(launch.rows * heads, {2}, [&](int b, int e, int) {
+    for (int u = b; u < e; ++u) {
+      const int row = u / heads, head = u % heads, position = launch.positions[row];
       const size_t p = part(row, head, 0);
-      kernels_.attention_merge(c.attn, ml + 2 * p, o + p * dim, splits, head, out + static_cast<size_t>(row) * os);
+      kernels_.attention_merge(c.attn, ml + 2 * p, o + p * dim, position / kSplitKeys - first_split(c, position) + 1, head,
+                               out + static_cast<size_t>(row) * os);
     }
-  }
+  });
 }
 
 }  // namespace calstack

@@ -45,7 +45,8 @@ void Scratch::grow_few(size_t elements) {
 
 void Scratch::grow_attention(const AttnShape& s, int lanes, int rows, int splits) {
   for (auto& w : worker) grow(w.attention, attention_scratch_bytes(s));
-  items.reserve(std::max<size_t>(static_cast<size_t>(lanes * std::max(splits, 1) + rows + lanes), items.capacity()));
+  const size_t most = static_cast<size_t>(lanes * std::max(splits, 1) + rows + lanes);
+  for (auto& w : worker) w.items.reserve(std::max(most, w.items.capacity()));
   const size_t parts = static_cast<size_t>(lanes) * static_cast<size_t>(splits) * static_cast<size_t>(s.heads);
   grow(partial_ml, parts * 2 * sizeof(float));
   grow(partial_o, parts * static_cast<size_t>(s.head_dim) * sizeof(float));

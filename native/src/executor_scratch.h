@@ -9,6 +9,9 @@ namespace calstack {
 // Row and element counts below which every worker quantises all rows for itself: cheaper than a barrier.
 constexpr int kFewElements = 4096;
 
+// Rows of a launch whose threads look ahead: with more, calls are long and what they read does not stay.
+constexpr int kFewRows = 4;
+
 // The same for pairs of rows and experts, where quantising is a small part of the work.
 constexpr int kFewPairs = 16384;
 
@@ -39,6 +42,7 @@ struct WorkerScratch {
   QuantRows few{};       // kFewElements or one row
   Region few_memory, attention, sample;
   uint64_t phase = 0;    // the phase `few` was filled for
+  std::vector<AttentionItem> items;
 };
 
 class Scratch {
@@ -61,7 +65,6 @@ class Scratch {
   std::vector<ActiveExpert> active;
   int pair_count = 0;
   std::vector<HeadRow> head;
-  std::vector<AttentionItem> items;
   Region partial_ml, partial_o;
   uint64_t phase = 0;
 

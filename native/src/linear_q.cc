@@ -103,7 +103,9 @@ template <Kind kind, int R, int B, int chains> struct IntSums {
 // Weights that a tile prefetches while it works, so many bytes per group.
 struct Ahead {
   const uint8_t* next;
-  size_t step;  // 0: none
+  size_t step;                   // 0: none
+  const uint8_t* end = nullptr;  // where `after` follows on
+  const uint8_t* after = nullptr;
 };
 
 // out[B][kTileRows][16] = the sums of R rows by B blocks. `fixed`: the group when known at compile time, else 0. `block`: bytes from one
@@ -123,6 +125,7 @@ void tile(const uint8_t* w, size_t block, int group, const Rows& rows, Ahead ahe
   for (size_t g = 0, k = 0; g < rows.groups; ++g, k += (size_t)(steps * per_step), w += bytes) {
     for (size_t i = 0; i < ahead.step; i += 64) prefetch(ahead.next + i);
     ahead.next += ahead.step;
+    if (B == 1 && ahead.next == ahead.end) ahead.next = ahead.after;
     IntSums<kind, R, B, chains> ints(isum, g);
 #pragma GCC unroll 8
     for (int j = 0; j < steps; ++j) ints.step(w + 64 * j, block, a, k + (size_t)(per_step * j), j);
@@ -174,7 +177,7 @@ const Tiles& tiles_for(const Weight& w) {
   return w.minimum ? tiles_of<Kind::w4_min>(w.group) : tiles_of<Kind::w4>(w.group);
 }
 
-constexpr size_t kStreamAhead = 8192;     // bytes that prefetches run ahead of a stream of weights
+constexpr size_t kStreamAhead = 16384;    // bytes, about, that prefetches run ahead of a stream of weights
 constexpr size_t kRowBytes = 256 * 1024;  // activations that stay in L2 while the blocks pass
 
 // The part of [w, w + total) that panel i of `count` prefetches, over `groups` steps: spread over the panels, or the first would wait.
@@ -188,14 +191,17 @@ Ahead share(const uint8_t* w, size_t total, size_t groups, int i, int count) {
 void stream(const Weight& w, const Tiles& tiles, const QuantRows& a, const Finish& finish, int rows, int nb0, int nb1) {
   const size_t block = block_bytes(w), step = group_bytes(w);
   const Rows all(a, 0);
-  const uint8_t* start = w.data + (size_t)nb0 * block;
-  for (size_t i = 0; i < kStreamAhead; i += 64) prefetch(start + i);
+  const uint8_t *start = w.data + (size_t)nb0 * block, *end = w.data + (size_t)nb1 * block;
+  const size_t far = kStreamAhead / step * step;
+  for (size_t i = 0; i < far && !w.after; i += 64) prefetch(start + i);
+  const uint8_t* after = w.after ? w.after : end;
   alignas(64) float sums[2][kTileRows * 16];
   for (int nb = nb0; nb < nb1; nb += 2) {
     const int blocks = nb1 - nb < 2 ? 1 : 2;
     for (int b = 0; b < blocks; ++b) {
       const uint8_t* from = w.data + (size_t)(nb + b) * block;
-      tiles.narrow[rows](from, block, w.group, all, {from + kStreamAhead, step}, sums[b]);
+      const Ahead ahead = from + far < end ? Ahead{from + far, step, end, after} : Ahead{after + (from + far - end), step};
+      tiles.narrow[rows](from, block, w.group, all, ahead, sums[b]);
     }
     finish(nb, blocks, 0, rows, sums);
   }

@@ -1,55 +1,13 @@
 #include "calstack/thread_pool.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <climits>
+#include "thread_parts.h"
 
 namespace calstack {
-namespace {
 
-constexpr int64_t kSpinNs = 50'000;  // a barrier costs under 1 us while threads run; longer waits sleep
-constexpr int kBits = 20;
-constexpr uint64_t kMask = (1u << kBits) - 1;
-constexpr int kMostUnits = static_cast<int>(kMask);
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
-}
-
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-void futex_wait(std::atomic<uint32_t>& word, uint32_t expected) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
-}
-
-void futex_wake(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
-}
-
-uint64_t pack(uint64_t generation, int begin, int end) {
-  return generation << (2 * kBits) | static_cast<uint64_t>(end) << kBits | static_cast<uint64_t>(begin);
-}
-int begin_of(uint64_t range) { return static_cast<int>(range & kMask); }
-int end_of(uint64_t range) { return static_cast<int>((range >> kBits) & kMask); }
-
-// Units of a chunk when `left` are there: few chunks, for each begins with cold streams, and a last part that others can take.
-int chunk(int left, int low, int high) { return std::min(std::max(std::min(left - left / 4, high), low), left); }
-
-}  // namespace
-
-ThreadPool::ThreadPool(int threads) : threads_(std::max(threads, 1)), lanes_(std::make_unique<Lane[]>(static_cast<size_t>(threads_))) {
+ThreadPool::ThreadPool(int threads)
+    : threads_(std::max(threads, 1)),
+      lanes_(std::make_unique<Lane[]>(static_cast<size_t>(threads_))),
+      seats_(std::make_unique<Seat[]>(static_cast<size_t>(threads_))) {
   workers_.reserve(static_cast<size_t>(threads_ - 1));
   for (int id = 1; id < threads_; ++id) workers_.emplace_back([this, id] { worker_loop(id); });
 }
@@ -61,16 +19,15 @@ ThreadPool::~ThreadPool() {
   for (auto& t : workers_) t.join();
 }
 
-void ThreadPool::run(int n, Chunking chunks, Fn fn, void* ctx, Tail tail) {
+void ThreadPool::run(int n, Chunking chunks, Fn fn, void* ctx) {
   if (threads_ == 1 || n <= chunks.min) {
     if (n > 0) fn(ctx, 0, n, 0);
-    if (n > 0 && tail != nullptr) tail(ctx, 0);
     return;
   }
   for (; n > kMostUnits; n -= kMostUnits) {  // never in practice: a phase has thousands of units
     fn(ctx, n - kMostUnits, n, 0);
   }
-  post(n, chunks, fn, ctx, tail);
+  post(n, chunks, fn, ctx);
   if (sleepers_.load(std::memory_order_relaxed) > 0) wake();
   Taken first{};
   int units = 0;
@@ -82,7 +39,6 @@ void ThreadPool::run(int n, Chunking chunks, Fn fn, void* ctx, Tail tail) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_relaxed) > 0) wake();
   units += work(0);
-  if (tail != nullptr) tail(ctx, 0);
   expected_ += static_cast<uint32_t>(n - units);
   wait_done(expected_);
 }
@@ -93,14 +49,13 @@ void ThreadPool::wake() {
 }
 
 // The caller's own range comes last: nobody takes from it before the others have theirs.
-void ThreadPool::post(int n, Chunking chunks, Fn fn, void* ctx, Tail tail) {
+void ThreadPool::post(int n, Chunking chunks, Fn fn, void* ctx) {
   if (parked_.load(std::memory_order_relaxed)) parked_.store(false, std::memory_order_relaxed);
   ++generation_;
   for (int w = threads_ - 1; w >= 0; --w) {
     Lane& lane = lanes_[static_cast<size_t>(w)];
     lane.fn.store(fn, std::memory_order_relaxed);
     lane.ctx.store(ctx, std::memory_order_relaxed);
-    lane.tail.store(tail, std::memory_order_relaxed);
     lane.min.store(std::max(chunks.min, 1), std::memory_order_relaxed);
     lane.max.store(std::max(chunks.max, 1), std::memory_order_relaxed);
     const Range r = range_of(n, w);
@@ -116,8 +71,7 @@ bool ThreadPool::take_own(Lane& lane, Taken& out) {
     if (left <= 0) return false;
     const int n = chunk(left, lane.min.load(std::memory_order_relaxed), lane.max.load(std::memory_order_relaxed));
     if (lane.range.compare_exchange_weak(range, range + static_cast<uint64_t>(n), std::memory_order_acq_rel, std::memory_order_acquire)) {
-      out = {lane.fn.load(std::memory_order_relaxed), lane.ctx.load(std::memory_order_relaxed), begin, begin + n,
-             lane.tail.load(std::memory_order_relaxed)};
+      out = {lane.fn.load(std::memory_order_relaxed), lane.ctx.load(std::memory_order_relaxed), begin, begin + n};
       return true;
     }
   }
@@ -133,8 +87,7 @@ bool ThreadPool::steal(int worker, Taken& out) {
       const int n = chunk(left, lane.min.load(std::memory_order_relaxed), lane.max.load(std::memory_order_relaxed));
       const uint64_t less = range - (static_cast<uint64_t>(n) << kBits);
       if (lane.range.compare_exchange_weak(range, less, std::memory_order_acq_rel, std::memory_order_acquire)) {
-        out = {lane.fn.load(std::memory_order_relaxed), lane.ctx.load(std::memory_order_relaxed), end - n, end,
-               lane.tail.load(std::memory_order_relaxed)};
+        out = {lane.fn.load(std::memory_order_relaxed), lane.ctx.load(std::memory_order_relaxed), end - n, end};
         return true;
       }
     }
@@ -149,8 +102,6 @@ int ThreadPool::work(int worker) {
     chunk.fn(chunk.ctx, chunk.begin, chunk.end, worker);
     units += chunk.end - chunk.begin;
   }
-  // The phase waits for these units, so its job is still there.
-  if (worker > 0 && units > 0 && chunk.tail != nullptr) chunk.tail(chunk.ctx, worker);
   return units;
 }
 

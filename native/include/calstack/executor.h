@@ -189,6 +189,7 @@ struct CallWork {
 CallWork call_work(const Call& call, const LaunchData& launch, const KVShape& kv);
 
 class Scratch;
+class CallClock;
 class ChipLink;
 struct PairRows;
 
@@ -208,20 +209,25 @@ class Executor {
  private:
   void call(const Calbin& calbin, const Call& c, LaunchData& launch);
   float* at(const Calbin& calbin, const Buf& b) const { return reinterpret_cast<float*>(calbin.arena.data() + b.offset); }
-  void embed(const Calbin& calbin, const Call& c, LaunchData& launch);
-  void rope_table(const Calbin& calbin, const Call& c, LaunchData& launch);
-  void rope_kv(const Calbin& calbin, const Call& c, LaunchData& launch);
+  // Calls [begin, end) on all threads at once: every thread takes its part of each call.
+  void run_together(const Calbin& calbin, LaunchData& launch, size_t begin, size_t end, CallClock* clock);
+  void part(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void look_ahead(Member& team, const Calbin& calbin, const Call* c, const Call* end, const LaunchData& launch) const;
+  void touch_keys(const Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch, Ahead& ahead) const;
+  void embed(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void rope_table(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void norm_add(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void rope_kv(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void linear(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
-  void linear_few(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
-  void prefetch_next(const Call& c, int worker);
-  void linear_quantised(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
-  void linear_float(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
-  void attention(const Calbin& calbin, const Call& c, LaunchData& launch);
-  void attention_rows(const Calbin& calbin, const Call& c, LaunchData& launch);
-  void attention_splits(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void linear(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void linear_few(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void linear_quantised(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void linear_float(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
+  void attention(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void attention_rows(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void attention_splits(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
   void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);
-  void norm_add(const Calbin& calbin, const Call& c, LaunchData& launch);
   void moe_route(const Calbin& calbin, const Call& c, LaunchData& launch);
   void place_pairs(const Call& c, int rows, float* choice);
   void list_pairs(const Call& c, int rows, float* choice);

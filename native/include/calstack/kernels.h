@@ -31,6 +31,7 @@ struct Weight {
   WFmt format;
   int n, k, group;
   bool minimum;
+  const uint8_t* after = nullptr;  // what the caller reads behind the last block; null: unknown, and the first block is cold
 };
 
 // Quantised activations of `rows` rows: codes [rows][k], then scale [rows][k/group] and asum, isum of the same shape.

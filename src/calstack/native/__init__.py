@@ -11,9 +11,9 @@ except ImportError as error:
         f"the compiled module cannot be loaded: {error}", where="calstack.native", remedy="run `make native` in the checkout"
     ) from error
 
-from calstack.native._core import BoundError, CalbinBuilder, CpuDevice, QueueFullError, kernels, pool_probe
+from calstack.native._core import BoundError, CalbinBuilder, CpuDevice, QueueFullError, kernels, pool_probe, pool_probe_together
 
-__all__ = ["BoundError", "CalbinBuilder", "CpuDevice", "QueueFullError", "kernels", "pool_probe"]
+__all__ = ["BoundError", "CalbinBuilder", "CpuDevice", "QueueFullError", "kernels", "pool_probe", "pool_probe_together"]
 
 _VERSION = 1
 
