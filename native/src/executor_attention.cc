@@ -34,16 +34,22 @@ bool wants_splits(const Call& c, const LaunchData& launch, int threads) {
   return threads > 1 && deepest >= kSplitKeys && launch.rows * c.attn.kv_heads < 4 * threads;
 }
 
+// Decode: the thread that attends with a head also ropes it and writes its keys and values, in one phase.
+bool ropes_by_head(const Call& c, const LaunchData& launch, int threads) {
+  if (c.partner == nullptr || wants_splits(c, launch, threads)) return false;
+  return std::all_of(launch.lane.begin(), launch.lane.begin() + launch.lanes, [](const Lane& l) { return l.cur <= 1; });
+}
+
 }  // namespace
 
 void Executor::rope_kv(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
-  const KVView kv = view(calbin, c, launch);
-  float* qkv = at(calbin, c.x);
-  const float* table = at(calbin, c.table);
-  const size_t xs = static_cast<size_t>(c.x.width), ts = static_cast<size_t>(c.table.width);
-  team.run(launch.rows, {4, 16}, [&](int b, int e, int) {
-    kernels_.qk_norm_rope_kv(qkv, xs, table, ts, c.rope_dim, c.q_norm, c.k_norm, c.eps, c.attn, kv, launch.row_lane, launch.positions, b, e);
-  });
+  if (c.partner != nullptr && ropes_by_head(*c.partner, launch, pool_.threads())) return;
+  team.run(launch.rows, {4, 16}, [&](int b, int e, int) { rope_heads(calbin, c, launch, b, e, 0, c.attn.kv_heads); });
+}
+
+void Executor::rope_heads(const Calbin& calbin, const Call& c, const LaunchData& launch, int r0, int r1, int h0, int h1) const {
+  kernels_.qk_norm_rope_kv(at(calbin, c.x), static_cast<size_t>(c.x.width), at(calbin, c.table), static_cast<size_t>(c.table.width), c.rope_dim,
+                           c.q_norm, c.k_norm, c.eps, c.attn, view(calbin, c, launch), launch.row_lane, launch.positions, r0, r1, h0, h1);
 }
 
 // The first keys and values that the thread takes: of one lane, side by side for its heads.
@@ -86,9 +92,11 @@ void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c,
   Ahead keys;
   touch_keys(team, calbin, c, launch, keys);
   keys.finish();
+  const bool ropes = ropes_by_head(c, launch, pool_.threads());
   team.run(static_cast<int>(items.size()) * heads, kItems, [&](int b, int e, int w) {
     for (int u = b; u < e; ++u) {
       const AttentionItem& it = items[static_cast<size_t>(u / heads)];
+      if (ropes) rope_heads(calbin, *c.partner, launch, it.r0, it.r1, u % heads, u % heads + 1);
       kernels_.attention(qkv, xs, c.attn, kv, it.lane, launch.positions, u % heads, it.r0, it.r1, out, os,
                          scratch_->worker[static_cast<size_t>(w)].attention.data());
     }
