@@ -36,10 +36,10 @@ FEATURES = {
 }
 HEAD = f"""# Features together
 
-Each cell is a request of {TOKENS} tokens with both features, compared with the same request alone on a cold engine with one launch in
-flight and nothing else on. `same`: identical ids. `no guesses`: identical too, but speculation stands aside, for each guessed position would
-need a mask of its own. Overflow policies: a request that does not fit is refused (`reject`), whatever else is on. The table is written and
-checked by `tests/unit/engine/test_combinations.py`.
+Each cell is a request of {TOKENS} tokens with both features, compared with the same request alone on a cold engine with one launch
+in flight and nothing else on. `same`: identical ids. `no guesses`: identical too, but speculation stands aside, for each guessed
+position would need a mask of its own. Overflow policies: a request that does not fit is refused (`reject`), whatever else is on.
+The table is written and checked by `tests/unit/engine/test_combinations.py`.
 
 """
 
@@ -56,7 +56,7 @@ def subject(on: frozenset[str]) -> Submit:
         sampling=sampled if "sampling" in on else SamplingParams(temperature=0.0),
         seed=77,
         choice=1 if "n" in on else 0,
-        grammar="25,0" if "grammar" in on else "",
+        grammar="90,0" if "grammar" in on else "",
         top_logprobs=3 if "logprobs" in on else -1,
         ignore_eos=True,
     )
@@ -105,12 +105,12 @@ def cell(paths: dict[bool, Path], on: frozenset[str]) -> str:
     alone, _ = run(calbin, on, plain=True)
     together, counters = run(calbin, on, plain=False)
     assert together == alone, sorted(on)
-    assert "grammar" in on or len(together) == TOKENS
-    assert counters["leaks"] == 0
+    assert len(together) == TOKENS
+    assert counters.get("leaks", 0) == 0
     if "prefix cache" in on:
         assert counters["cached_tokens"] >= 128
     if on == {"speculation", "grammar"}:
-        assert counters["spec_drafts"] == 0
+        assert counters.get("spec_drafts", 0) == 0
         return "no guesses"
     return "same"
 
