@@ -163,6 +163,7 @@ bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<b
   abort_ = &abort;
   chip_ = chip;
   halted_ = false;
+  lanes_apart_ = lanes_apart(launch);
   const auto& calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls;
   CallClock clock(launch.profile && chip == 0 ? &launch : nullptr);
   const size_t most = static_cast<size_t>(std::clamp(kRowsTogether / std::max(launch.rows, 1), 1, kCallsTogether));

@@ -34,16 +34,30 @@ bool wants_splits(const Call& c, const LaunchData& launch, int threads) {
   return threads > 1 && deepest >= kSplitKeys && launch.rows * c.attn.kv_heads < 4 * threads;
 }
 
-// Decode: the thread that attends with a head also ropes it and writes its keys and values, in one phase.
-bool ropes_by_head(const Call& c, const LaunchData& launch, int threads) {
-  if (c.partner == nullptr || wants_splits(c, launch, threads)) return false;
-  return std::all_of(launch.lane.begin(), launch.lane.begin() + launch.lanes, [](const Lane& l) { return l.cur <= 1; });
-}
-
 }  // namespace
 
+// One row a lane, and none reads a block that another writes to, as lanes over one request's blocks do.
+bool Executor::lanes_apart(const LaunchData& launch) {
+  const auto block = [&](int table, const Lane& of) { return launch.tables[static_cast<size_t>(table)][of.past / kBlockPositions]; };
+  for (int i = 0; i < launch.lanes; ++i) {
+    const Lane& writes = launch.lane[static_cast<size_t>(i)];
+    if (writes.cur > 1) return false;
+    for (int j = 0; j < launch.lanes; ++j) {
+      const Lane& reads = launch.lane[static_cast<size_t>(j)];
+      const bool sees = i != j && writes.cur > 0 && reads.cur > 0 && reads.past / kBlockPositions >= writes.past / kBlockPositions;
+      if (sees && block(j, writes) == block(i, writes)) return false;
+    }
+  }
+  return true;
+}
+
+// The thread that attends with a head also ropes it and writes its keys and values, in one phase.
+bool Executor::ropes_by_head(const Call& c, const LaunchData& launch) const {
+  return lanes_apart_ && c.partner != nullptr && !wants_splits(c, launch, pool_.threads());
+}
+
 void Executor::rope_kv(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
-  if (c.partner != nullptr && ropes_by_head(*c.partner, launch, pool_.threads())) return;
+  if (c.partner != nullptr && ropes_by_head(*c.partner, launch)) return;
   team.run(launch.rows, {4, 16}, [&](int b, int e, int) { rope_heads(calbin, c, launch, b, e, 0, c.attn.kv_heads); });
 }
 
@@ -92,7 +106,7 @@ void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c,
   Ahead keys;
   touch_keys(team, calbin, c, launch, keys);
   keys.finish();
-  const bool ropes = ropes_by_head(c, launch, pool_.threads());
+  const bool ropes = ropes_by_head(c, launch);
   team.run(static_cast<int>(items.size()) * heads, kItems, [&](int b, int e, int w) {
     for (int u = b; u < e; ++u) {
       const AttentionItem& it = items[static_cast<size_t>(u / heads)];

@@ -221,6 +221,8 @@ class Executor {
   void rope_table(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void norm_add(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void rope_kv(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  static bool lanes_apart(const LaunchData& launch);
+  bool ropes_by_head(const Call& c, const LaunchData& launch) const;
   void rope_heads(const Calbin& calbin, const Call& c, const LaunchData& launch, int r0, int r1, int h0, int h1) const;
   void linear(const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void linear(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
@@ -251,7 +253,7 @@ class Executor {
   ChipLink* link_ = nullptr;
   const std::atomic<bool>* abort_ = nullptr;
   int chip_ = 0;
-  bool halted_ = false;
+  bool halted_ = false, lanes_apart_ = false;
 };
 
 }  // namespace calstack
