@@ -21,12 +21,18 @@ SMALL = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96
 SMALL |= {"head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4, "max_position_embeddings": 256}
 
 
+def write(target: Path, beside: Path, kind: str) -> None:
+    """The tool's file of two layers, from config.json and tokens.gguf in `beside`."""
+    arguments = [str(path) for path in (TOOL, beside / "config.json", beside / "tokens.gguf", target)]
+    subprocess.run([sys.executable, *arguments, "--layers", "2", "--type", kind], check=True, capture_output=True, timeout=120)
+
+
 @pytest.fixture(params=["Q4_0", "Q4_1"])
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     config = json.loads((DATA / "configs/qwen3-30b-a3b.json").read_text()) | SMALL
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arguments = [tmp_path / "config.json", write_tiny_gguf(tmp_path / "tokens.gguf"), tmp_path / "moe.gguf", "--layers", "2"]
-    subprocess.run([sys.executable, TOOL, *arguments, "--type", request.param], check=True, capture_output=True, timeout=120)
+    write_tiny_gguf(tmp_path / "tokens.gguf")
+    write(tmp_path / "moe.gguf", tmp_path, request.param)
     return request.param, tmp_path / "moe.gguf"
 
 
@@ -46,6 +52,5 @@ def test_a_random_mixture_compiles_bit_for_bit_and_verifies_on_every_kernel_set(
 
 def test_the_same_seed_writes_the_same_bytes(made: tuple[str, Path], tmp_path: Path) -> None:
     kind, path = made
-    arguments = [path.parent / "config.json", path.parent / "tokens.gguf", tmp_path / "again.gguf", "--layers", "2", "--type", kind]
-    subprocess.run([sys.executable, TOOL, *arguments], check=True, capture_output=True, timeout=120)
+    write(tmp_path / "again.gguf", path.parent, kind)
     assert (tmp_path / "again.gguf").read_bytes() == path.read_bytes()
