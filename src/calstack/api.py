@@ -15,7 +15,7 @@ from calstack.calbin.reader import open_calbin
 from calstack.devices.base import CallTime, Completion, OpenOptions
 from calstack.devices.machine import usable_cores
 from calstack.devices.registry import open_device
-from calstack.errors import ArtifactError
+from calstack.errors import ArtifactError, UsageError
 from calstack.llm import LLM, load
 from calstack.progress import Progress, Silent
 from calstack.quality.verify import VerifyReport, verify_calbin
@@ -133,6 +133,31 @@ def inventory(path: Path) -> list[OperatorRow]:
     if path.suffix == ".onnx":
         return list_operators([read_onnx(path)])
     return list_operators(list(open_source(path).graphs.values()))
+
+
+def explain_passes(source: Path, *, dump_after: str = "") -> str:
+    """What each pass did to the first graph of a source and why rules did not match; with `dump_after`, the graph after that pass.
+
+    Raises:
+        UsageError: when there is no such pass. SourceError, UnsupportedError: when the source cannot be opened.
+    """
+    from calstack.compiler.pipeline import trace_passes
+    from calstack.frontends import open_source
+
+    traces = trace_passes(next(iter(open_source(source).graphs.values())))
+    names = [trace.name for trace in traces]
+    if dump_after:
+        if dump_after not in names:
+            raise UsageError(f"there is no pass {dump_after!r}", where="--dump-after", remedy=f"passes: {', '.join(names)}")
+        return traces[names.index(dump_after)].text
+    lines = []
+    for trace in traces:
+        lines.append(f"{trace.name}: {'changed the graph' if trace.changed else 'no match'}, {trace.nodes} nodes left")
+        reasons: dict[str, int] = {}
+        for miss in trace.misses:
+            reasons[miss.reason] = reasons.get(miss.reason, 0) + 1
+        lines += [f"  {count} x {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1])[:3]]
+    return "\n".join(lines)
 
 
 def plan_model(
