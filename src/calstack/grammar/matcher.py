@@ -111,8 +111,8 @@ class _Vocabulary:
 
 
 def _vocabulary(tokenizer_json: str, vocab: int, eos: Sequence[int]) -> str | TokenizerWrapper:
-    """llguidance reads a tokenizer.json itself, but takes every added token in pointed brackets for a special one that no text may hold,
-    `<think>` and `<tool_call>` of models that say `special: false` too. Those are told token by token."""
+    """The tokenizer for llguidance. It reads a tokenizer.json itself, but takes every added token in pointed brackets for a special one,
+    also those that say `special: false` (`<think>`, `<tool_call>`): then it is told token by token."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     added = tokenizer.get_added_tokens_decoder().values()
     if not any(token.content.startswith("<") and token.content.endswith(">") and not token.special for token in added):
