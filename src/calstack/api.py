@@ -176,15 +176,17 @@ def plan_model(
     return make_plan(Path(source), options.for_compiler(), target_for, contexts=contexts, quant=quant)
 
 
-def verify(calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None) -> VerifyReport:
-    """Hash every file of a calbin, then run each submodel's goldens on a device.
+def verify(
+    calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None, full: bool = False
+) -> VerifyReport:
+    """Hash every file of a calbin, then run each submodel's goldens on a device; `full` also makes cases around every edge on the spot.
 
     Raises:
         ArtifactError: when a file is damaged. DeviceError: when the device fails.
     """
     opened = open_device(device, OpenOptions(isa=isa, threads=threads))
     try:
-        return verify_calbin(Path(calbin), opened, progress or Silent())
+        return verify_calbin(Path(calbin), opened, progress or Silent(), full=full)
     finally:
         opened.close()
 
