@@ -133,7 +133,8 @@ def test_lanes_over_the_same_blocks_see_each_other_s_keys(session: Session, star
         session.fill(start)
         session.logits((start, start + 4), tokens=TOKENS[500:])  # other keys where the lanes write theirs
         lanes = tuple(
-            LaneInput(past_len=p, cur_len=1, blocks=range(36), tokens=TOKENS[p : p + 1], logits=LogitRows.ALL) for p in range(start, start + 4)
+            LaneInput(past_len=p, cur_len=1, blocks=range(36), tokens=TOKENS[p : p + 1], logits=LogitRows.ALL)
+            for p in range(start, start + 4)
         )
         done = session.device.wait(session.device.submit(Launch(session.handle, session.tiny.decode, lanes)), 60)
         assert done is not None
