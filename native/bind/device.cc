@@ -31,13 +31,14 @@ struct Filling {
   }
 };
 
-int64_t submit(CpuDevice& device, int calbin, int program, nb::handle lanes, bool profile) {
+int64_t submit(CpuDevice& device, int calbin, int program, nb::handle lanes, bool profile, bool probe) {
   Filling filling{device, &device.acquire(calbin, program)};
   Slot& slot = *filling.slot;
   const Py_ssize_t count = PyObject_Size(lanes.ptr());
   if (count < 0 || count > slot.data.program->lanes) throw BoundError("more lanes than the submodel has");
   slot.data.lanes = static_cast<int>(count);
   slot.data.profile = profile;
+  slot.data.probe = probe;
   int index = 0;
   for (nb::handle lane : lanes) slot.h2d_bytes += read_lane(lane, slot, index++);
   if (slot.data.rows == 0) throw BoundError("every lane is empty");
@@ -76,6 +77,14 @@ nb::list profile(const Slot& slot, const KVShape& kv) {
   return out;
 }
 
+// Per chip the rows of the launch and the hashes of its calls' rows, [calls * rows] u64.
+nb::list prints(const Slot& slot) {
+  nb::list out;
+  for (const auto& chip : slot.data.prints)
+    if (slot.data.probe) out.append(nb::make_tuple(slot.data.rows, nb::bytes(reinterpret_cast<const char*>(chip.data()), chip.size() * sizeof(uint64_t))));
+  return out;
+}
+
 nb::object wait(CpuDevice& device, int64_t ticket, double timeout_s) {
   Slot* slot = nullptr;
   {
@@ -85,15 +94,16 @@ nb::object wait(CpuDevice& device, int64_t ticket, double timeout_s) {
   if (slot == nullptr) return nb::none();
   Filling given{device, slot};
   const Calbin& calbin = device.calbin(slot->calbin_id);
-  nb::list lanes, calls;
+  nb::list lanes, calls, hashes;
   if (slot->outcome == Outcome::ok) {
     for (int i = 0; i < slot->data.lanes; ++i) lanes.append(lane_result(slot->data.lane[static_cast<size_t>(i)], calbin.vocab));
     calls = profile(*slot, calbin.kv.shape());
+    hashes = prints(*slot);
   }
   const bool ran = slot->outcome == Outcome::ok || slot->outcome == Outcome::failed;
   nb::tuple times = nb::make_tuple(slot->submitted_ns, slot->started_ns, slot->finished_ns, slot->h2d_ns, ran ? slot->infer_ns : 0,
                                    ran ? slot->data.d2h_ns : 0, slot->h2d_bytes, ran ? slot->data.d2h_bytes : 0);
-  return nb::make_tuple(static_cast<int>(slot->outcome), slot->error, times, nb::tuple(lanes), nb::tuple(calls));
+  return nb::make_tuple(static_cast<int>(slot->outcome), slot->error, times, nb::tuple(lanes), nb::tuple(calls), nb::tuple(hashes));
 }
 
 nb::list kv_move(CpuDevice& device, int calbin, nb::handle moves) {
@@ -141,7 +151,7 @@ void give_mask(CpuDevice& device, int64_t ticket, int lane, nb::handle mask) {
 }
 
 void add_queue(nb::class_<CpuDevice>& c) {
-  c.def("submit", &submit, "calbin"_a, "program"_a, "lanes"_a, "profile"_a)
+  c.def("submit", &submit, "calbin"_a, "program"_a, "lanes"_a, "profile"_a, "probe"_a)
       .def("wait", &wait, "ticket"_a, "timeout_s"_a)
       .def("cancel", &CpuDevice::cancel, "ticket"_a)
       .def("give_mask", &give_mask, "ticket"_a, "lane"_a, "mask"_a.none())

@@ -238,6 +238,7 @@ void CpuDevice::conclude(Slot& slot) {
 }
 
 bool CpuDevice::run(const Calbin& calbin, LaunchData& launch) {
+  if (launch.probe) open_prints(calbin, launch);
   return calbin.chips() == 1 ? executor_.run(calbin, launch, abort_) : teams_->run(calbin, launch, abort_, options_.isolate);
 }
 

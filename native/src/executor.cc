@@ -166,18 +166,20 @@ bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<b
   lanes_apart_ = lanes_apart(launch);
   const auto& calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls;
   CallClock clock(launch.profile && chip == 0 ? &launch : nullptr);
-  const size_t most = static_cast<size_t>(std::clamp(kRowsTogether / std::max(launch.rows, 1), 1, kCallsTogether));
+  const size_t most = launch.probe ? 1 : static_cast<size_t>(std::clamp(kRowsTogether / std::max(launch.rows, 1), 1, kCallsTogether));
   for (size_t i = 0; i < calls.size();) {
     if (abort.load(std::memory_order_relaxed)) return false;
     size_t end = i;
     while (end < calls.size() && end - i < most && shared_out(calls[end].op)) ++end;
     if (end > i) {
       run_together(calbin, launch, i, end, &clock);
+      if (launch.probe) print(calbin, i, launch);
       i = end;
       continue;
     }
     call(calbin, calls[i], launch);
     if (halted_) return false;
+    if (launch.probe) print(calbin, i, launch);
     clock.ended(i++);
   }
   return true;

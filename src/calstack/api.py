@@ -18,6 +18,7 @@ from calstack.devices.registry import open_device
 from calstack.errors import ArtifactError, UsageError
 from calstack.llm import LLM, load
 from calstack.progress import Progress, Silent
+from calstack.quality.bisect import BisectReport, bisect
 from calstack.quality.verify import VerifyReport, verify_calbin
 from calstack.runtime.direct import DirectRunner
 from calstack.specs import KVDType, QuantSpec, WeightFormat
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BisectReport",
     "CallTime",
     "Ceilings",
     "CompileOptions",
     "Completion",
     "OpenOptions",
     "VerifyReport",
+    "bisect",
     "ceilings",
     "compile_model",
     "load",

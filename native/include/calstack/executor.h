@@ -160,8 +160,9 @@ struct LaunchData {
   std::vector<Lane> lane;
   std::vector<const int32_t*> tables;
   int32_t *tokens = nullptr, *row_lane = nullptr, *positions = nullptr;  // per row
-  bool profile = false, strict = false;
+  bool profile = false, strict = false, probe = false;
   std::vector<CallSpan> spans;
+  std::vector<std::vector<uint64_t>> prints;  // probe: by chip, [calls][rows], a hash of what each call wrote for each row
   int experts = 0;  // with work in the call that ran last, until its span takes it
   int64_t d2h_ns = 0;
   size_t d2h_bytes = 0;
@@ -192,6 +193,9 @@ struct CallWork {
   int64_t bytes = 0, ops = 0;
 };
 CallWork call_work(const Call& call, const CallSpan& span, const LaunchData& launch, const KVShape& kv);
+
+// Room for the hashes of a launch that is probed.
+void open_prints(const Calbin& calbin, LaunchData& launch);
 
 class Scratch;
 class CallClock;
@@ -225,6 +229,8 @@ class Executor {
   // Calls [begin, end) on all threads at once: every thread takes its part of each call.
   void run_together(const Calbin& calbin, LaunchData& launch, size_t begin, size_t end, CallClock* clock);
   void part(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void print(const Calbin& calbin, size_t index, LaunchData& launch) const;
+  void print_rows(const Calbin& calbin, const Call& c, size_t index, LaunchData& launch) const;
   void look_ahead(Member& team, const Calbin& calbin, const Call* c, const Call* end, const LaunchData& launch) const;
   void touch_keys(const Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch, Ahead& ahead) const;
   void embed(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);

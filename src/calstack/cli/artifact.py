@@ -35,9 +35,11 @@ def inspect(calbin: Path, program: str | None, as_json: bool) -> None:
 @click.command(epilog="Example: calstack verify m.calbin --device cpu")
 @click.argument("calbin", type=CALBIN)
 @click.option("--full", is_flag=True, help="Also: the same ids by every way through the calbin, at lengths around every edge.")
+@click.option("--bisect", is_flag=True, help="Also: name the first call whose bits differ from the scalar reference's.")
+@click.option("--against", type=CALBIN, metavar="CALBIN", help="Compare calls with those of this calbin instead; implies --bisect.")
 @device_options
 @json_option
-def verify(calbin: Path, full: bool, device: str, isa: str, threads: int, as_json: bool) -> None:
+def verify(calbin: Path, full: bool, bisect: bool, against: Path | None, device: str, isa: str, threads: int, as_json: bool) -> None:
     """Check CALBIN: every file's hash, then each submodel's golden outputs on a device."""
     import msgspec
 
@@ -45,6 +47,9 @@ def verify(calbin: Path, full: bool, device: str, isa: str, threads: int, as_jso
 
     with show_progress() as progress:
         report = api.verify(calbin, device=device, isa=isa, threads=threads, progress=progress, full=full)
+        if bisect or against is not None:
+            calls = api.bisect(calbin, device=device, isa=isa, threads=threads, against=against, progress=progress)
+            report = msgspec.structs.replace(report, calls=calls, good=report.good and not calls.differ)
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     else:

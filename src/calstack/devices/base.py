@@ -106,6 +106,7 @@ class Launch:
     submodel: str  # key in the manifest
     lanes: tuple[LaneInput, ...]
     profile: bool = False  # fill Completion.calls
+    probe: bool = False  # fill Completion.prints; a device that cannot leaves them empty
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,6 +147,9 @@ class Completion:
     h2d_bytes: int
     d2h_bytes: int
     calls: tuple[CallTime, ...] = ()
+    prints: tuple[
+        npt.NDArray[np.uint64], ...
+    ] = ()  # per chip [calls, rows]: hash of what each call wrote for each row, whatever the others
     error: Exception | None = None  # a DeviceError
 
 

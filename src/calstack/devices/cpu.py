@@ -139,7 +139,7 @@ class CpuDevice:
         bounds, programs = known
         check_launch(launch, bounds, strict=self._strict)
         with _translated():
-            return native.submit(launch.calbin, programs[launch.submodel], launch.lanes, launch.profile)
+            return native.submit(launch.calbin, programs[launch.submodel], launch.lanes, launch.profile, launch.probe)
 
     def give_mask(self, ticket: Ticket, lane: int, mask: npt.NDArray[np.int32] | None) -> None:
         with _translated():
@@ -213,8 +213,14 @@ class _translated:  # noqa: N801  (reads as a phrase; a generator context manage
             raise DeviceError(str(error).splitlines()[0], where="cpu", remedy="see devices/base.py") from error
 
 
+def _hashes(chip: tuple[int, bytes]) -> npt.NDArray[np.uint64]:
+    import numpy as np
+
+    return np.frombuffer(chip[1], np.uint64).reshape(-1, chip[0])
+
+
 def _completion(ticket: Ticket, result: tuple[Any, ...]) -> Completion:
-    outcome, message, times, lanes, calls = result
+    outcome, message, times, lanes, calls, prints = result
     submitted, started, finished, h2d, infer, d2h, h2d_bytes, d2h_bytes = times
     error = _OUTCOMES[outcome](message, where="cpu", remedy="submit the launch again") if outcome else None
     return Completion(
@@ -229,5 +235,6 @@ def _completion(ticket: Ticket, result: tuple[Any, ...]) -> Completion:
         h2d_bytes=h2d_bytes,
         d2h_bytes=d2h_bytes,
         calls=tuple(CallTime(*call) for call in calls),
+        prints=tuple(map(_hashes, prints)),
         error=error,
     )

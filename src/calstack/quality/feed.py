@@ -34,10 +34,12 @@ class Feeder:
         manifest: its manifest.
         lanes: most lanes fed at once.
         positions: most positions of a lane.
+        probe: keep in `prints` what the device says its calls wrote, launch by launch.
     """
 
-    def __init__(self, device: Device, calbin: Path, manifest: Manifest, *, lanes: int, positions: int) -> None:
-        self._device, self._manifest = device, manifest
+    def __init__(self, device: Device, calbin: Path, manifest: Manifest, *, lanes: int, positions: int, probe: bool = False) -> None:
+        self._device, self._manifest, self._probe = device, manifest, probe
+        self.prints: list[tuple[npt.NDArray[np.uint64], ...]] = []
         self._per_lane = -(-positions // manifest.kv.block_positions)
         self._handle = device.load(calbin, kv_blocks=lanes * self._per_lane)
 
@@ -76,12 +78,14 @@ class Feeder:
 
     def _launch(self, submodel: Submodel, lanes: Sequence[LaneInput]) -> list[Floats | None]:
         used = [lane for lane in lanes if lane.cur_len]
-        ticket = self._device.submit(Launch(calbin=self._handle, submodel=submodel.key, lanes=tuple(used)))
+        ticket = self._device.submit(Launch(calbin=self._handle, submodel=submodel.key, lanes=tuple(used), probe=self._probe))
         completion = self._device.wait(ticket, _TIMEOUT_S)
         if completion is None:
             raise DeviceError(f"gave no answer in {_TIMEOUT_S:.0f} s", where=submodel.key, remedy="see the device's log")
         if completion.error is not None:
             raise completion.error
+        if self._probe:
+            self.prints.append(completion.prints)
         outputs = iter(completion.lanes)
         answers = [next(outputs) if lane.cur_len else None for lane in lanes]
         return [

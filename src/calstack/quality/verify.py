@@ -11,6 +11,7 @@ import msgspec
 from calstack.calbin.inspect import size_text
 from calstack.calbin.reader import Calbin, open_calbin, verify_files
 from calstack.progress import Progress
+from calstack.quality.bisect import BisectReport
 from calstack.quality.feed import Feeder
 from calstack.quality.full import WayReport, check_ways, lengths, longest
 from calstack.quality.goldens import Case, digest, kl_errors, read_cases, relative_errors, run_cases
@@ -47,6 +48,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     submodels: tuple[SubmodelReport, ...]
     good: bool
     ways: tuple[WayReport, ...] = ()  # of a full check
+    calls: BisectReport | None = None  # of a bisection
 
     def text(self) -> str:
         """For people: one line per submodel."""
@@ -60,6 +62,8 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         for way in self.ways:
             said = f"BITS DIFFER: {'; '.join(way.differ)}" if way.differ else "the same bits"
             lines.append(f"  {way.positions} positions by {way.ways} ways: {said}")
+        if self.calls is not None:
+            lines.append(self.calls.text())
         name = f"{self.device} ({self.isa})" if self.isa else self.device
         lines.append(f"{'good' if self.good else 'BAD'} on {name}")
         return "\n".join(lines)
