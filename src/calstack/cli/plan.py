@@ -99,6 +99,10 @@ def _print(r: PlanReport) -> None:
         f"host to device {r.h2d_bytes_per_step:,} bytes a decode step and lane, back {r.d2h_bytes_per_step}; "
         f"artifact {_mib(r.artifact_bytes)}, compile about {r.compile_s:.0f} s"
     )
+    if any(chip.sram_bytes for chip in r.chips):
+        console.print(_tiles(r))
+    if r.buckets:
+        console.print(_buckets(r))
     speeds = Table("phase", "tokens", "batch", "predicted tok/s", "measured by the owners", "where the time goes")
     for s in r.speeds:
         share = ", ".join(f"{op} {part:.0%}" for op, part in list(s.share.items())[:3])
@@ -107,6 +111,22 @@ def _print(r: PlanReport) -> None:
     console.print("not from a data sheet: " + "; ".join(r.fitted))
     for limit in r.limits:
         console.print(f"does not fit: {limit}")
+
+
+def _tiles(r: PlanReport) -> Table:
+    table = Table("chip", "tile of", "bytes in SRAM", "rows that fit")
+    for chip in r.chips:
+        for tile in chip.tiles:
+            table.add_row(str(chip.id), tile.op, f"{tile.bytes:,}", f"{tile.rows_fit:,}")
+    return table
+
+
+def _buckets(r: PlanReport) -> Table:
+    table = Table("context", "batch", "KV cache", "KV blocks", "fits", "requests that fit", "decode tok/s at its end")
+    for b in r.buckets:
+        left = "" if b.lanes_fit < 0 else str(b.lanes_fit)
+        table.add_row(str(b.context), str(b.batch), _mib(b.kv_bytes), str(b.kv_blocks), "yes" if b.fits else "no", left, f"{b.tok_s:,.1f}")
+    return table
 
 
 @click.command(epilog="Example: calstack inventory model.gguf --json")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from calstack.frontends.source import open_source
+from calstack.frontends.source import open_source, peek_spec
 
-__all__ = ["open_source"]
+__all__ = ["open_source", "peek_spec"]

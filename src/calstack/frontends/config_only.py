@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from calstack.calbin.manifest import SourceInfo
 from calstack.errors import UnsupportedError
-from calstack.frontends.arch import build_graphs
-from calstack.frontends.assemble import attach
 from calstack.frontends.hf_config import spec_of
 from calstack.frontends.metadata import Metadata
 from calstack.frontends.reading import bad, hash_files, read_json
@@ -22,7 +20,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["open_config"]
+    from calstack.specs import ModelSpec
+
+__all__ = ["open_config", "read_config"]
 
 _MAX_CONFIG_BYTES = 16 << 20
 _MAX_PARAMETERS = 1 << 45
@@ -49,16 +49,24 @@ class ShapeOnly:
         raise UnsupportedError("a config.json alone has no weights", where=f"tensor {self.name}", remedy="give the whole model directory")
 
 
+def read_config(path: Path) -> tuple[Metadata, ModelSpec]:
+    """A config.json, and the model that it describes. Raises as `open_config`."""
+    config = Metadata(path, read_json(path, _MAX_CONFIG_BYTES))
+    return config, spec_of(config, name=config.text("_name_or_path", "") or path.resolve().parent.name)
+
+
 def open_config(path: Path, *, progress: Progress) -> GraphBundle:
     """The graphs that a config.json describes.
 
     Raises SourceError when it is damaged, UnsupportedError when this compiler cannot do it.
     """
-    config = Metadata(path, read_json(path, _MAX_CONFIG_BYTES))
-    spec = spec_of(config, name=config.text("_name_or_path", "") or path.resolve().parent.name)
+    config, spec = read_config(path)
     stored = config.text("dtype" if "dtype" in config else "torch_dtype", "bfloat16")
     if stored not in _KINDS:
         bad(path, "torch_dtype", f"{stored[:32]!r} is none of {', '.join(_KINDS)}")
+    from calstack.frontends.arch import build_graphs
+    from calstack.frontends.assemble import attach
+
     graphs = build_graphs(spec)
     first = next(iter(graphs.values()))
     shapes = {n: tuple(v.shape.numpy()) for n, v in first.graph.initializers.items() if v.const_value is None and v.shape is not None}

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from calstack.errors import SourceError
+from calstack.errors import CalstackError, SourceError
 from calstack.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from calstack.graph.model import GraphBundle
+    from calstack.specs import ModelSpec
 
-__all__ = ["open_source"]
+__all__ = ["open_source", "peek_spec"]
 
 _KINDS = "give a GGUF file, a Hugging Face model directory, a config.json alone, or a directory that --keep-onnx wrote"
 
@@ -37,6 +38,19 @@ def open_source(path: Path, *, progress: Progress | None = None) -> GraphBundle:
     except OSError as error:
         raise SourceError(f"cannot be read: {error.strerror}", where=str(path), remedy="check the path and its permissions") from error
     raise SourceError("no such file or directory", where=str(path), remedy=_KINDS)
+
+
+def peek_spec(path: Path) -> ModelSpec | None:
+    """What a config.json alone or in a model directory says, without a graph; None for other sources and for what `open_source` refuses."""
+    config = path / "config.json" if path.is_dir() else path
+    if config.suffix != ".json" or not config.is_file():
+        return None
+    from calstack.frontends.config_only import read_config
+
+    try:
+        return read_config(config)[1]
+    except CalstackError:
+        return None
 
 
 def _open_directory(path: Path, progress: Progress) -> GraphBundle:

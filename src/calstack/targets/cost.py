@@ -35,17 +35,12 @@ __all__ = ["CallCost", "LaunchCost", "Load", "cost_of_call", "launch_cost"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What a launch is asked: tokens over all lanes, rows of logits, keys that each token sees on average, lanes."""
+    """What a launch is asked: tokens over all lanes, rows of logits, keys that each token sees on average (read once a lane), lanes."""
 
     tokens: int
     head_rows: int
     keys: float
     lanes: int
-
-    @property
-    def keys_read(self) -> float:
-        """Positions of the cache read: tokens of a lane share each read."""
-        return self.lanes * self.keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,8 +112,9 @@ def cost_of_call(call: Call, load: Load, kv: KVSpec, kv_heads: int) -> CallCost:
             return _experts(call, n)
         case Attention():
             position = kv.layers and kv.bytes_per_block / kv.layers / kv.heads / kv.block_positions
-            read = load.keys_read * position * kv_heads
-            return CallCost(read + 8.0 * n * call.heads * call.head_dim, float_ops=4.0 * n * load.keys * call.heads * call.head_dim)
+            keys = min(load.keys, float(call.window)) if call.window else load.keys
+            read = load.lanes * keys * position * kv_heads
+            return CallCost(read + 8.0 * n * call.heads * call.head_dim, float_ops=4.0 * n * keys * call.heads * call.head_dim)
         case Embed():
             return CallCost(n * (weight_bytes(call.weight) / max(call.weight.n, 1) + 4.0 * call.weight.k))
         case NormAdd():

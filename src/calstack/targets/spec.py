@@ -33,6 +33,7 @@ class ChipSpec(_Strict, frozen=True, kw_only=True):
     id: int
     dram_bytes: int
     sram_bytes: int
+    reserved_bytes: int = 0  # of the DRAM, in use before anything is loaded
     origin: Literal["datasheet", "fitted", "measured", "assumed"] = "assumed"
     note: str = ""
 
