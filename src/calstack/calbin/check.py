@@ -8,13 +8,16 @@ from typing import NoReturn
 import msgspec
 
 from calstack.calbin.manifest import NUMERICS, PACKED_LAYOUT, KVSpec, Manifest, Submodel
-from calstack.calbin.packing import weight_bytes
+from calstack.calbin.packing import padded_rows, weight_bytes
 from calstack.calbin.program import (
     AllGather,
     Attention,
     Buffer,
     Call,
+    Classify,
     Embed,
+    EncoderAttention,
+    LayerNorm,
     Linear,
     LmHead,
     MoeCombine,
@@ -22,6 +25,7 @@ from calstack.calbin.program import (
     MoeRoute,
     NormAdd,
     NormLinear,
+    Pool,
     Program,
     QkNormRopeKv,
     RopeTable,
@@ -29,7 +33,7 @@ from calstack.calbin.program import (
     Weight,
 )
 from calstack.errors import ArtifactError
-from calstack.specs import WeightFormat
+from calstack.specs import Role, WeightFormat
 
 __all__ = ["ALIGN", "MOST", "check_manifest", "check_program"]
 
@@ -157,13 +161,13 @@ def _program_faults(p: Program, s: Submodel, m: Manifest) -> Iterator[tuple[str,
             buffers={b.name: b for b in p.buffers if b.chip == chip_id},
             tensors={t.name: t.bytes for t in m.tensors if t.chip == chip_id},
             kv=msgspec.structs.replace(m.kv, heads=chips[chip_id].kv_heads or m.kv.heads),
-            rows=p.rows,
+            program=p,
         )
         for index, call in enumerate(stream):
             for field, what in known.faults(call):
                 yield f"$.streams[{chip_id}][{index}].{field}", what
     yield from _gather_faults(p)
-    yield from _head_faults(p, m.model.vocab)
+    yield from _encoder_faults(p) if s.role is Role.ENCODE else _head_faults(p, m.model.vocab)
 
 
 def _gather_faults(p: Program) -> Iterator[tuple[str, str]]:
@@ -199,9 +203,18 @@ def _head_faults(p: Program, vocab: int) -> Iterator[tuple[str, str]]:
         yield "$.streams", f"the heads have {at} outputs, the vocabulary {vocab} entries"
 
 
+def _encoder_faults(p: Program) -> Iterator[tuple[str, str]]:
+    """An encoder gives something, and reads nothing that its launches do not have."""
+    for chip, stream in enumerate(p.streams):
+        if not any(isinstance(call, Pool | Classify) for call in stream):
+            yield f"$.streams[{chip}]", "gives neither an embedding nor scores"
+        if any(isinstance(call, LmHead | QkNormRopeKv | Attention) for call in stream):
+            yield f"$.streams[{chip}]", "is an encoder's and has calls of a decoder"
+
+
 def _buffer_faults(where: str, b: Buffer, p: Program) -> Iterator[tuple[str, str]]:
     yield from _range(f"{where}.width", b.width, MOST["width"])
-    yield from _range(f"{where}.rows", b.rows, p.rows)
+    yield from _range(f"{where}.rows", b.rows, padded_rows(p.rows, p.lanes))
     yield from _range(f"{where}.chip", b.chip, len(p.streams) - 1, least=0)
     if b.offset % ALIGN:
         yield f"{where}.offset", f"is {b.offset}, not a multiple of {ALIGN}"
@@ -213,14 +226,17 @@ def _buffer_faults(where: str, b: Buffer, p: Program) -> Iterator[tuple[str, str
 class _Known:
     """What the calls of one chip may refer to."""
 
-    def __init__(self, *, buffers: dict[str, Buffer], tensors: dict[str, int], kv: KVSpec, rows: int) -> None:
-        self._buffers, self._tensors, self._kv, self._rows = buffers, tensors, kv, rows
+    def __init__(self, *, buffers: dict[str, Buffer], tensors: dict[str, int], kv: KVSpec, program: Program) -> None:
+        self._buffers, self._tensors, self._kv = buffers, tensors, kv
+        self._rows, self._lanes, self._context = program.rows, program.lanes, program.context
 
     def faults(self, call: Call) -> Iterator[tuple[str, str]]:
         """(field, what) of everything wrong with a call."""
         if isinstance(call, Embed):
             yield from self._weight(call.weight)
             yield from self._buffer("out", call.out, call.weight.k)
+            if call.index == "positions" and call.weight.n < self._context:
+                yield "weight.n", f"is {call.weight.n} for {self._context} positions"
         elif isinstance(call, RopeTable):
             yield from self._vector("inv_freq", call.inv_freq, call.inv_freq.n)
             yield from self._buffer("out", call.out, 2 * call.inv_freq.n)
@@ -234,6 +250,8 @@ class _Known:
             yield from self._vector("norm", call.norm, call.norm.n)
             yield from self._buffer("x", call.x, call.norm.n)
             yield from self._buffer("residual", call.residual, call.norm.n)
+        elif isinstance(call, LayerNorm | EncoderAttention | Pool | Classify):
+            yield from self._encoder(call)
         elif isinstance(call, AllGather):
             yield from self._all_gather(call)
         elif isinstance(call, MoeRoute | MoeExperts | MoeCombine):
@@ -255,11 +273,43 @@ class _Known:
         yield from self._buffer("x", c.x, c.weight.k)
         if (c.residual is None) == (c.out is None):
             yield "out", "exactly one of residual and out must be set"
+        elif c.residual is not None and c.activation is not None:
+            yield "activation", "what is added to a residual is not activated"
         elif c.residual is not None:
             yield from self._buffer("residual", c.residual, c.weight.n)
         else:
             yield from self._buffer("out", c.out or "", c.weight.n)
         yield from self._bias(c.bias, c.weight)
+
+    def _encoder(self, c: LayerNorm | EncoderAttention | Pool | Classify) -> Iterator[tuple[str, str]]:
+        if isinstance(c, LayerNorm):
+            yield from self._vector("norm", c.norm, c.norm.n)
+            yield from self._vector("bias", c.bias, c.norm.n)
+            yield from self._buffer("x", c.x, c.norm.n)
+            yield from self._buffer("out", c.out, c.norm.n)
+        elif isinstance(c, EncoderAttention):
+            yield from self._encoder_attention(c)
+        elif isinstance(c, Classify):
+            yield from self._weight(c.weight)
+            yield from self._weight(c.head, "head")
+            yield from self._buffer("x", c.x, c.weight.k)
+            yield from self._bias(c.bias, c.weight)
+            yield from self._bias(c.head_bias, c.head, "head_bias")
+            if c.head.k != c.weight.n:
+                yield "head.k", f"is {c.head.k}, weight has {c.weight.n} outputs"
+        elif (buffer := self._buffers.get(c.x)) is None:
+            yield "x", f"buffer {c.x!r} does not exist on this chip"
+        else:
+            yield from self._buffer("x", c.x, buffer.width)
+
+    def _encoder_attention(self, c: EncoderAttention) -> Iterator[tuple[str, str]]:
+        for field in ("heads", "kv_heads", "head_dim"):
+            yield from _range(field, getattr(c, field), 1 << 16)
+        if c.kv_heads < 1 or c.heads % c.kv_heads:
+            yield "heads", f"{c.heads} query heads do not divide over {c.kv_heads} KV heads"
+        yield from self._buffer("qkv", c.qkv, (c.heads + 2 * c.kv_heads) * c.head_dim)
+        yield from self._buffer("out", c.out, c.heads * c.head_dim)
+        yield from self._buffer("kv", c.kv, 2 * c.kv_heads * c.head_dim, padded_rows(self._rows, self._lanes))
 
     def _all_gather(self, c: AllGather) -> Iterator[tuple[str, str]]:
         for field, name in (("x", c.x), ("out", c.out)):
@@ -318,12 +368,12 @@ class _Known:
             if norm is not None:
                 yield from self._vector(field, norm, c.head_dim)
 
-    def _buffer(self, field: str, name: str, width: int) -> Iterator[tuple[str, str]]:
-        buffer = self._buffers.get(name)
+    def _buffer(self, field: str, name: str, width: int, rows: int = 0) -> Iterator[tuple[str, str]]:
+        buffer, rows = self._buffers.get(name), rows or self._rows
         if buffer is None:
             yield field, f"buffer {name!r} does not exist on this chip"
-        elif buffer.width != width or buffer.rows < self._rows or buffer.dtype != "f32":
-            yield field, f"buffer {name!r} is {buffer.dtype} [{buffer.rows}, {buffer.width}], needs f32 [{self._rows}, {width}]"
+        elif buffer.width != width or buffer.rows < rows or buffer.dtype != "f32":
+            yield field, f"buffer {name!r} is {buffer.dtype} [{buffer.rows}, {buffer.width}], needs f32 [{rows}, {width}]"
 
     def _vector(self, field: str, v: Vector, n: int) -> Iterator[tuple[str, str]]:
         if v.n != n or n < 1:
@@ -331,9 +381,9 @@ class _Known:
         if self._tensors.get(v.tensor) != 4 * v.n:
             yield f"{field}.tensor", f"{v.tensor!r} has {self._tensors.get(v.tensor)} bytes, needs {4 * v.n}"
 
-    def _bias(self, bias: Vector | None, weight: Weight) -> Iterator[tuple[str, str]]:
+    def _bias(self, bias: Vector | None, weight: Weight, at: str = "bias") -> Iterator[tuple[str, str]]:
         if bias is not None:
-            yield from self._vector("bias", bias, weight.n)
+            yield from self._vector(at, bias, weight.n)
 
     def _weight(self, w: Weight, at: str = "weight") -> Iterator[tuple[str, str]]:
         grouped = w.format in _GROUPED
