@@ -191,11 +191,11 @@ class Compatibility(_Node, frozen=True, kw_only=True):
 
 
 class GoldenRef(_Node, frozen=True, kw_only=True):
-    """Golden cases of a submodel. `tolerance` is of the largest |value| (f32), a KL bound (quantised), or of 1 - cosine (an encoder)."""
+    """Golden cases of a submodel. `tolerance` is of the largest |value| (f32), or a KL bound (quantised decoders)."""
 
     submodel: str
     path: str
-    kind: Literal["max_abs", "kl", "cosine"]
+    kind: Literal["max_abs", "kl"]
     tolerance: float
     bits: str  # sha256 of the scalar reference's logits for this numerics version
 
