@@ -81,8 +81,8 @@ nb::list profile(const Slot& slot, const KVShape& kv) {
   nb::list out;
   const auto& calls = slot.data.program->calls;
   for (size_t i = 0; i < calls.size() && slot.data.profile; ++i) {
-    const CallWork work = call_work(calls[i], slot.data, kv);
     const CallSpan& span = slot.data.spans[i];
+    const CallWork work = call_work(calls[i], span, slot.data, kv);
     out.append(nb::make_tuple(op_name(calls[i].op), calls[i].layer, span.start_ns, span.ns, work.bytes, work.ops));
   }
   return out;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "executor_scratch.h"
 #include "packed.h"
@@ -96,7 +97,7 @@ class CallClock {
   void ended(size_t call) {
     if (launch_ == nullptr) return;
     const int64_t t = now_ns();
-    launch_->spans[call] = {last_ - begin_, t - last_};
+    launch_->spans[call] = {last_ - begin_, t - last_, std::exchange(launch_->experts, 0)};
     last_ = t;
   }
 
@@ -287,9 +288,7 @@ void Executor::linear(Member& team, const Call& c, const float* x, size_t xs, in
 // Each thread quantises the few rows for itself on its first chunk: one phase instead of two.
 void Executor::linear_few(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
   const Tiling tiles(c, rows, rows);
-  QuantRows q = scratch_->worker[static_cast<size_t>(team.index())].few;
-  q.k = c.weight.k;
-  q.group = c.weight.group;
+  const QuantRows q = scratch_->few(team.index(), c.weight.k, c.weight.group);
   bool ready = false;
   const ThreadPool::Range own = team.range_of(tiles.units, kLinearChunks);
   const uint8_t* next = Slice(*c.next, team).begin;

@@ -32,6 +32,13 @@ QuantRows Scratch::shared(int k, int group) const {
   return {codes_.as<int8_t>(), scale_.as<float>(), asum_.as<float>(), isum_.as<int32_t>(), k, group};
 }
 
+QuantRows Scratch::few(int worker_index, int k, int group) const {
+  QuantRows q = worker[static_cast<size_t>(worker_index)].few;
+  q.k = k;
+  q.group = group;
+  return q;
+}
+
 void Scratch::grow_few(size_t elements) {
   few_elements_ = elements = align64(std::max({elements, few_elements_, static_cast<size_t>(kFewElements)}));
   const size_t groups = align64(4 * (elements / kSmallestGroup));
@@ -61,7 +68,6 @@ void Scratch::grow_moe(int rows, int top_k, int experts) {
 void Scratch::grow_experts(int rows, int top_k, int experts, int inner) {
   const size_t pairs = static_cast<size_t>(rows) * static_cast<size_t>(top_k);
   grow(hidden, pairs * static_cast<size_t>(inner) * sizeof(float));
-  pair_row.resize(std::max(pair_row.size(), pairs));
   active.reserve(std::max(active.capacity(), static_cast<size_t>(experts)));
   expert_next.reserve(std::max(expert_next.capacity(), static_cast<size_t>(experts) + 1));
 }

@@ -25,14 +25,6 @@ struct HeadRow {
   bool sample;
 };
 
-// Rows that experts work on: `row` of `x`, or x itself row by row.
-struct PairRows {
-  const float* x;
-  size_t stride;
-  const int32_t* row;
-  NormSpec norm;
-};
-
 // An expert with work: pairs [first, first + count).
 struct ActiveExpert {
   int expert, first, count;
@@ -41,7 +33,6 @@ struct ActiveExpert {
 struct WorkerScratch {
   QuantRows few{};       // kFewElements or one row
   Region few_memory, attention, sample, row;
-  uint64_t phase = 0;    // the phase `few` was filled for
   std::vector<AttentionItem> items;
 };
 
@@ -59,11 +50,11 @@ class Scratch {
   void grow_head(int hidden, int vocab, int lanes);
   size_t bytes() const;
   QuantRows shared(int k, int group) const;
+  QuantRows few(int worker, int k, int group) const;
 
   std::vector<WorkerScratch> worker;
   Region normed, head_x, logits, router, hidden;
   std::vector<int> expert_next;
-  std::vector<int32_t> pair_row;
   std::vector<ActiveExpert> active;
   int pair_count = 0;
   std::vector<HeadRow> head;
@@ -71,7 +62,6 @@ class Scratch {
   // Encoders: per lane its blocks in the launch's own keys and values, per row the last position of its text.
   std::vector<int32_t> text_blocks, text_ends;
   std::vector<const int32_t*> text_tables;
-  uint64_t phase = 0;
 
  private:
   Region codes_, scale_, asum_, isum_;

@@ -15,7 +15,7 @@ from calstack.calbin.reader import open_calbin
 from calstack.devices.base import CallTime, Completion, OpenOptions
 from calstack.devices.machine import usable_cores
 from calstack.devices.registry import open_device
-from calstack.errors import ArtifactError
+from calstack.errors import ArtifactError, UsageError
 from calstack.llm import LLM, load
 from calstack.progress import Progress, Silent
 from calstack.quality.verify import VerifyReport, verify_calbin
@@ -142,6 +142,31 @@ def inventory(path: Path) -> list[OperatorRow]:
     return list_operators(list(open_source(path).graphs.values()))
 
 
+def explain_passes(source: Path, *, dump_after: str = "") -> str:
+    """What each pass did to the first graph of a source and why rules did not match; with `dump_after`, the graph after that pass.
+
+    Raises:
+        UsageError: when there is no such pass. SourceError, UnsupportedError: when the source cannot be opened.
+    """
+    from calstack.compiler.pipeline import trace_passes
+    from calstack.frontends import open_source
+
+    traces = trace_passes(next(iter(open_source(source).graphs.values())))
+    names = [trace.name for trace in traces]
+    if dump_after:
+        if dump_after not in names:
+            raise UsageError(f"there is no pass {dump_after!r}", where="--dump-after", remedy=f"passes: {', '.join(names)}")
+        return traces[names.index(dump_after)].text
+    lines = []
+    for trace in traces:
+        lines.append(f"{trace.name}: {'changed the graph' if trace.changed else 'no match'}, {trace.nodes} nodes left")
+        reasons: dict[str, int] = {}
+        for miss in trace.misses:
+            reasons[miss.reason] = reasons.get(miss.reason, 0) + 1
+        lines += [f"  {count} x {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1])[:3]]
+    return "\n".join(lines)
+
+
 def plan_model(
     source: str | Path, *, options: CompileOptions | None = None, contexts: Sequence[int] = (), quant: str = "source"
 ) -> PlanReport:
@@ -158,15 +183,17 @@ def plan_model(
     return make_plan(Path(source), options.for_compiler(), target_for, contexts=contexts, quant=quant)
 
 
-def verify(calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None) -> VerifyReport:
-    """Hash every file of a calbin, then run each submodel's goldens on a device.
+def verify(
+    calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None, full: bool = False
+) -> VerifyReport:
+    """Hash every file of a calbin, then run each submodel's goldens on a device; `full` also makes cases around every edge on the spot.
 
     Raises:
         ArtifactError: when a file is damaged. DeviceError: when the device fails.
     """
     opened = open_device(device, OpenOptions(isa=isa, threads=threads))
     try:
-        return verify_calbin(Path(calbin), opened, progress or Silent())
+        return verify_calbin(Path(calbin), opened, progress or Silent(), full=full)
     finally:
         opened.close()
 

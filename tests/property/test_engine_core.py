@@ -36,13 +36,14 @@ class EngineMachine(RuleBasedStateMachine):
         split=st.booleans(),
         late=st.booleans(),
         itl=st.sampled_from([0.0, 3.0]),
+        guess=st.booleans(),
     )
     def start(self, blocks: int, depth: int, chunk: int, batches: tuple[int, ...], queue: int, cache: int, split: bool, itl: float,
-        late: bool,
+        late: bool, guess: bool,
     ) -> None:  # fmt: skip
         options = EngineOptions(
             depth=depth, prefill_chunk=chunk, max_queued_requests=queue, prefix_cache_bytes=cache, itl_target_ms=itl, min_chunk=2,
-            max_restarts=1000,
+            max_restarts=1000, speculation=guess,
         )  # fmt: skip
         facts = small_facts(batches=batches, context=72, block=8)
         if split:  # long lanes fit the smallest batch only

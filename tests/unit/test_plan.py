@@ -121,3 +121,15 @@ def test_an_inventory_names_classes_and_unsupported_operators(tmp_path: Path) ->
     (tmp_path / "bad.onnx").write_bytes(b"\xff" * 40)
     with pytest.raises(SourceError, match="no ONNX file"):
         api.inventory(tmp_path / "bad.onnx")
+
+
+def test_passes_say_what_they_did_and_why_rules_did_not_match() -> None:
+    text = api.explain_passes(DATA / "tiny-llama")
+    assert "fuse/linear: changed the graph" in text
+    assert "fuse/moe: no match" in text
+    assert " x " in text
+    dumped = api.explain_passes(DATA / "tiny-llama", dump_after="fuse/linear")
+    assert "Linear(" in dumped
+    assert "RMSNormalization(" in dumped
+    with pytest.raises(UsageError, match="fuse/linear"):
+        api.explain_passes(DATA / "tiny-llama", dump_after="fuse/nothing")

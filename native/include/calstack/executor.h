@@ -156,6 +156,7 @@ struct Lane {
 
 struct CallSpan {
   int64_t start_ns = 0, ns = 0;  // from the launch's infer start
+  int experts = 0;               // moe_experts: those that had work
 };
 
 // Inputs and outputs of one launch; the arrays have room for the calbin's largest program.
@@ -167,6 +168,7 @@ struct LaunchData {
   int32_t *tokens = nullptr, *row_lane = nullptr, *positions = nullptr, *types = nullptr;  // per row
   bool profile = false, strict = false;
   std::vector<CallSpan> spans;
+  int experts = 0;  // with work in the call that ran last, until its span takes it
   int64_t d2h_ns = 0;
   size_t d2h_bytes = 0;
   std::function<bool()> masks;  // set when lanes are late: waits until their masks are there; false when they will not come
@@ -195,12 +197,20 @@ struct Calbin {
 struct CallWork {
   int64_t bytes = 0, ops = 0;
 };
-CallWork call_work(const Call& call, const LaunchData& launch, const KVShape& kv);
+CallWork call_work(const Call& call, const CallSpan& span, const LaunchData& launch, const KVShape& kv);
 
 class Scratch;
 class CallClock;
 class ChipLink;
 struct PairRows;
+
+// Where the products of experts go, a row per pair.
+struct ExpertOut {
+  Epilogue epilogue;
+  Act act;
+  float* data;
+  size_t stride;
+};
 
 class Executor {
  public:
@@ -248,7 +258,9 @@ class Executor {
   void place_pairs(const Call& c, int rows, float* choice);
   void list_pairs(const Call& c, int rows, float* choice);
   void moe_experts(const Calbin& calbin, const Call& c, LaunchData& launch);
-  void expert_products(const Weight& w, int experts, const PairRows& in, Epilogue ep, Act act, float* out, size_t os);
+  void spread_row(const Call& c, const float* choice, const float* x, int r, const PairRows& to);
+  template <class Units, class Prepare>
+  void expert_products(Member& team, const Weight& w, const Units& units, const uint8_t* next, int rows, Prepare&& prepare, const ExpertOut& to);
   void moe_combine(const Calbin& calbin, const Call& c, LaunchData& launch);
   void all_gather(const Calbin& calbin, const Call& c, LaunchData& launch);
   bool gather_logits(const Call& c, int vocab, int count);

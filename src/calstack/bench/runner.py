@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from calstack.bench.subject import Subject
 __all__ = ["Point", "measure", "points"]
 
 DECODE_STEPS = 64
+SETTLE_S = 0.1  # before every run: worker threads of the subject before may spin on for a while after their work
 
 
 class Roof(Protocol):
@@ -83,6 +85,7 @@ def measure(
         if roof is not None and round_:
             roof.measure(point)
         for times, subject in zip(seconds, subjects, strict=True):
+            time.sleep(SETTLE_S)
             elapsed = point.run(subject)
             if round_:
                 times.append(elapsed)

@@ -33,10 +33,14 @@ PULL_EXAMPLE = "Example: calstack pull smollm2-135m"
 @click.option("--keep-onnx", type=click.Path(path_type=Path), help="Write the graphs there too; that directory compiles again.")
 @click.option("--quality/--no-quality", default=True, show_default=True, help="Measure perplexity and KL for the quality card.")
 @click.option("--quality-text", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="Text to measure quality on.")
+@click.option("--explain", is_flag=True, help="Say on stderr what each pass did, and why rules did not match.")
+@click.option("--dump-after", metavar="PASS", default="", help="Print the first graph after a pass on stderr, fuse/linear for example.")
 @click.option("-f", "--force", is_flag=True, help="Replace OUT if it exists.")
 @json_option
 @click.pass_obj
-def compile_command(obj: Context, /, source: str, out: Path, force: bool, as_json: bool, **choices: Any) -> None:
+def compile_command(
+    obj: Context, /, source: str, out: Path, explain: bool, dump_after: str, force: bool, as_json: bool, **choices: Any
+) -> None:
     """Compile SOURCE into a calbin.
 
     SOURCE is a GGUF file, a Hugging Face directory (config.json, safetensors, tokenizer.json), a directory of
@@ -45,8 +49,21 @@ def compile_command(obj: Context, /, source: str, out: Path, force: bool, as_jso
     options = _options(source, **choices)
     _check_out(out, force=force)
     with show_progress() as progress:
+        if explain or dump_after:
+            _explain(source, obj.cache, progress, explain=explain, dump_after=dump_after)
         _compile(source, out, options, obj.cache, progress, force=force)
     _print_path(out, as_json)
+
+
+def _explain(source: str, cache: Path, progress: Progress, *, explain: bool, dump_after: str) -> None:
+    from calstack import api
+    from calstack.frontends import hub
+
+    path = hub.resolve(source, cache, progress)
+    if explain:
+        click.echo(api.explain_passes(path), err=True)
+    if dump_after:
+        click.echo(api.explain_passes(path, dump_after=dump_after), err=True)
 
 
 @click.command(epilog=PULL_EXAMPLE)

@@ -27,10 +27,19 @@ __all__ = ["engine"]
 @click.option("--kv-memory", type=Bytes(), default=0, show_default=True, help="Bytes for KV; 0 = every lane at full context.")
 @click.option("--dump-dir", type=click.Path(path_type=Path), help="Where the last launches go when one fails, or on SIGUSR1.")
 @click.option("--dump-quota", type=Bytes(), default=64 << 20, show_default=True, help="Most bytes of dumps kept there.")
+@click.option("--speculation", type=click.Choice(["off", "lookup"]), default="off", show_default=True, help="Guess ids and check them.")
 @click.option("--max-queued-requests", default=256, show_default=True, help="Requests that may wait.")
 @click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
 def engine(
-    calbin: Path, connect: Path, device: str, isa: str, threads: int, completion: str, dump_dir: Path | None, **values: float
+    calbin: Path,
+    connect: Path,
+    device: str,
+    isa: str,
+    threads: int,
+    completion: str,
+    speculation: str,
+    dump_dir: Path | None,
+    **values: float,
 ) -> None:
     """Serve CALBIN's tokens to the API process that listens on a unix socket."""
     from calstack.devices.base import OpenOptions
@@ -45,6 +54,7 @@ def engine(
     open_options = OpenOptions(threads=threads, isa="" if isa == "auto" else isa, queue_depth=queue_depth, completion=completion)
     options = EngineOptions(
         depth=int(values["depth"]),
+        speculation=speculation == "lookup",
         prefill_chunk=int(values["prefill_chunk"]) or EngineOptions().prefill_chunk,
         itl_target_ms=values["itl_target_ms"],
         max_queued_requests=int(values["max_queued_requests"]),

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from calstack.calbin.writer import CalbinWriter
     from calstack.graph.model import GraphBundle
 
-__all__ = ["FUSION", "Plan", "compile_into", "fuse_graph", "plan_bundle"]
+__all__ = ["FUSION", "PassTrace", "Plan", "compile_into", "fuse_graph", "plan_bundle", "trace_passes"]
 
 FUSION = (
     EMBED,
@@ -99,6 +99,36 @@ def fuse_graph(model: ir.Model) -> ir.Graph:
     misses: list[Miss] = [miss for fusion in fusions for miss in fusion.misses]
     check_fused(graph, misses)
     return graph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassTrace:
+    """What one pass did to a graph, for people."""
+
+    name: str
+    changed: bool
+    nodes: int  # left after it
+    misses: tuple[Miss, ...]
+    text: str  # the graph after it, one node a line
+
+
+def trace_passes(model: ir.Model) -> list[PassTrace]:
+    """Run the fusion passes one by one over a copy of a canonical graph."""
+    graph = model.clone().graph
+    found = []
+    for rule in FUSION:
+        fusion = Fuse(rule)
+        changed = bool(run_passes(graph, [fusion]))
+        run_passes(graph, [RemoveDead()])
+        lines = [f"{', '.join(str(v.name) for v in node.outputs)} = {_line(node)}" for node in graph]
+        found.append(PassTrace(fusion.name, changed, len(lines), tuple(fusion.misses), "\n".join(lines)))
+    return found
+
+
+def _line(node: ir.Node) -> str:
+    values = ", ".join("-" if v is None else str(v.name) for v in node.inputs)
+    attributes = ", ".join(f"{a.name}={a.value}" for a in node.attributes.values() if not hasattr(a.value, "numpy"))
+    return f"{node.domain + '::' if node.domain else ''}{node.op_type}({values}" + (f"; {attributes})" if attributes else ")")
 
 
 def plan_bundle(bundle: GraphBundle, options: CompileOptions) -> Plan:

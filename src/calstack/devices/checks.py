@@ -172,11 +172,10 @@ def _check_sampling(index: int, lane: LaneInput, vocab: int) -> None:
 
 
 def _check_writers(lanes: Sequence[LaneInput], block_positions: int) -> None:
-    writer: dict[int, int] = {}
+    """No two lanes write one position; lanes that check guesses write positions of one block side by side."""
+    writer: dict[tuple[int, int], int] = {}
     for index, lane in enumerate(lanes):
-        if lane.cur_len == 0:
-            continue
-        first, last = lane.past_len // block_positions, (lane.past_len + lane.cur_len - 1) // block_positions
-        for block in lane.blocks[first : last + 1]:
-            if writer.setdefault(block, index) != index:
-                _refuse(index, f"block {block} is written by lane {writer[block]} too")
+        for position in range(lane.past_len, lane.past_len + lane.cur_len):
+            block, at = lane.blocks[position // block_positions], position % block_positions
+            if writer.setdefault((block, at), index) != index:
+                _refuse(index, f"position {at} of block {block} is written by lane {writer[block, at]} too")

@@ -15,7 +15,8 @@ from calstack.devices.base import Completion, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.constraints import GrammarReady
 from calstack.engine.costs import StepCosts, wait_estimate_s
-from calstack.engine.flight import Flight, Kind, LaneRef, times_of
+from calstack.engine.flight import Flight, Kind, LaneRef, note_costs, times_of
+from calstack.engine.guessing import launch_with_guesses, settle
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
@@ -210,10 +211,12 @@ class Core:
         if done.completion is None:
             self._failed(flight, done.error or DeviceError("the launch failed", where=flight.submodel), now_ns)
             return
-        useful = sum(lane.count for lane in flight.lanes if lane.live)
+        useful = sum(lane.count for lane in flight.lanes if lane.live and lane.guess < 0)
         for lane, output in zip(flight.lanes, done.completion.lanes, strict=True):
-            if lane.live:
+            if lane.live and lane.confirmed:
+                useful += lane.guess >= 0
                 self._lane_done(lane, output, now_ns)
+        settle(flight, self.counters)
         self._account(flight, done.completion, useful)
 
     def _failed(self, flight: Flight, error: DeviceError, now_ns: int) -> None:
@@ -243,6 +246,8 @@ class Core:
         if not lane.emit:
             return
         seq.pending.popleft()
+        if not seq.drafting:
+            seq.acceptance.forgive()
         seq.solo = seq.submit.alone
         seq.first_token_ns = seq.first_token_ns or now_ns
         if output.token in seq.stops:
@@ -274,22 +279,11 @@ class Core:
         return True
 
     def _account(self, flight: Flight, c: Completion, useful: int) -> None:
-        rows = sum(lane.count for lane in flight.lanes)
         busy = c.h2d_ns + c.infer_ns + c.d2h_ns
-        begin = c.finished_ns - busy
-        framework = max(0, begin - max(self._device_ns, self._work_ns))
+        framework = max(0, c.finished_ns - busy - max(self._device_ns, self._work_ns))
         self._device_ns = c.finished_ns
-        self.counters[f"{flight.kind}_rows"] += rows
-        self.counters["padding_rows"] += rows - useful
-        if flight.kind == "prefill":
-            self.costs.prefill(rows, busy)
-            own = {lane.seq for lane in flight.lanes}
-            if any(seq.first_token_ns and not seq.prefilling and seq not in own for seq in self.running):
-                self.counters["prefill_interruptions"] += 1
-                self.counters["prefill_interruption_ns"] += busy
-        else:
-            self.costs.decode(flight.submodel, busy)
-        self._ended.append((c, times_of(flight, rows, useful, c, framework)))
+        note_costs(flight, busy, useful, self.costs, self.counters, self.running)
+        self._ended.append((c, times_of(flight, flight.rows, useful, c, framework)))
 
     def _end(
         self,
@@ -369,27 +363,34 @@ class Core:
         if not granted:
             return None
         granted.sort(key=lambda s: (s.last_plan, s.slot))
+        most = self.options.max_guesses if self.options.speculation else 0
+        if most and (made := launch_with_guesses(self._plans, granted, self.lanes, self._planner, self.costs, most)) is not None:
+            return self._fly(*made)
         choice = self._planner.decode([s.planned for s in granted])
         return self._launch("decode", choice, granted) if choice else None
 
     def _may_run_ahead(self, seq: Sequence) -> bool:
         """A sampler with history can take one unknown id from the device, not two; a mask needs the id before it, unless it comes late."""
-        if seq.constraint is not None and seq.pending and not self.options.late_masks:
+        if seq.drafting or (seq.constraint is not None and seq.pending and not self.options.late_masks):
+            return False
+        if self.options.speculation and seq.pending and seq.promising:
             return False
         return len(seq.pending) < 2 or not seq.submit.sampling.needs_history
 
     def _launch(self, kind: Kind, choice: Choice, candidates: list[Sequence]) -> LaunchPlan:
-        plan_id = self._plans
-        self._plans += 1
-        lanes, refs = [], []
+        plan_id, lanes, refs = self._plans, [], []
         for lane, (index, count) in enumerate(choice.lanes):
             seq = candidates[index]
             lanes.append(seq.take(plan_id, lane, count))
             refs.append(LaneRef(seq, seq.epoch, count, seq.planned, lanes[-1].emit))
-        self._flights[plan_id] = Flight(kind, choice.submodel.key, tuple(refs))
-        self._last = kind
         known = tuple((ref.seq.submit.prompt, ref.seq.output) for ref in refs)
-        return LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known)
+        return self._fly(Flight(kind, choice.submodel.key, tuple(refs)), LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known))
+
+    def _fly(self, flight: Flight, plan: LaunchPlan) -> LaunchPlan:
+        self._plans += 1
+        self._last = flight.kind
+        self._flights[plan.id] = flight
+        return plan
 
 
 def _taken(items: list[T]) -> tuple[T, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["StepCosts", "Work", "wait_estimate_s"]
+__all__ = ["StepCosts", "Work", "best_guesses", "wait_estimate_s"]
 
 _KEEP = 0.8  # weight of the past in a moving average
 _FIRST_GUESS_NS = 20e6  # a decode step before any was measured
@@ -59,6 +59,10 @@ class StepCosts:
             return None if self._row_ns is None else rows * self._row_ns
         return self._decode_ns.get(submodel)
 
+    def decode_of(self, submodel: str, otherwise: float = _FIRST_GUESS_NS) -> float:
+        """Time of a decode launch of a submodel, `otherwise` where none was measured."""
+        return self._decode_ns.get(submodel, otherwise)
+
     def rows_within(self, target_ns: float, least: int) -> int:
         """Prefill rows that fit beside one decode step in `target_ns`, at least `least`."""
         if self._row_ns is None or not self._decode_ns:
@@ -78,6 +82,43 @@ def wait_estimate_s(costs: StepCosts, lanes: int, running: Iterable[Work], queue
         prefill += rows * costs.row_ns
         heapq.heappush(ends, begin + tokens * step)
     return (ends[0] + prefill) / 1e9
+
+
+def best_guesses(
+    shares: Sequence[Callable[[int], float]], found: Sequence[int], buckets: Sequence[tuple[str, int]], costs: StepCosts
+) -> list[int]:
+    """How many guesses of each request to check in one launch.
+
+    Args:
+        shares: by request, ids that a launch with n of its guesses should give.
+        found: guesses that each request has.
+        buckets: submodel and lanes of the decode launches there are, smallest first.
+        costs: of launches; one that was never measured is taken for as cheap as the smallest, and so gets measured.
+
+    Returns:
+        Guesses by request: those that give the most ids a second.
+    """
+    base = min((costs.decode_of(name) for name, _ in buckets), default=_FIRST_GUESS_NS)
+    best, most = [0] * len(found), 0.0
+    for name, lanes in buckets:
+        if lanes < len(found):
+            continue
+        counts = _spread(found, lanes - len(found))
+        rate = sum(expected(n) for expected, n in zip(shares, counts, strict=True)) / max(costs.decode_of(name, base), 1.0)
+        if rate > 1.05 * most:
+            best, most = counts, rate
+    return best
+
+
+def _spread(found: Sequence[int], room: int) -> list[int]:
+    """At most `room` of them, taken in turn."""
+    counts = [0] * len(found)
+    while room > 0 and any(n < have for n, have in zip(counts, found, strict=True)):
+        for i, have in enumerate(found):
+            if counts[i] < have and room > 0:
+                counts[i] += 1
+                room -= 1
+    return counts
 
 
 def _blend(old: float | None, new: float) -> float:

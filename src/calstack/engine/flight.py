@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from calstack.devices.base import Completion
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Flight", "Kind", "LaneRef", "times_of"]
+__all__ = ["Flight", "Kind", "LaneRef", "note_costs", "times_of"]
 
 Kind = Literal["prefill", "decode"]
 
@@ -29,11 +31,17 @@ class LaneRef:
     count: int
     end: int  # KV positions of the request after the launch
     emit: bool
+    guess: int = -1  # the id that was guessed as the lane's input, when it was
 
     @property
     def live(self) -> bool:
         """True while the request waits for this lane's end."""
         return self.seq.epoch == self.epoch and self.seq.phase is Phase.RUNNING
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the id that the lane began with is the one that came."""
+        return self.guess < 0 or (self.seq.length == self.end and self.seq.output[-1] == self.guess)
 
     def scores(self, logits: npt.NDArray[np.float32]) -> tuple[int, tuple[TokenLogprob, ...]]:
         """The first prompt position that the lane's rows predict, and the scores from there on."""
@@ -71,3 +79,17 @@ def times_of(flight: Flight, rows: int, useful: int, c: Completion, framework_ns
         d2h_ms=c.d2h_ns / 1e6,
         framework_ms=framework_ns / 1e6,
     )
+
+
+def note_costs(flight: Flight, busy_ns: int, useful: int, costs: StepCosts, counters: Counter[str], running: Iterable[Sequence]) -> None:
+    """What a launch that ended well cost, and whom a prefill made wait: streams of others that had begun."""
+    counters[f"{flight.kind}_rows"] += flight.rows
+    counters["padding_rows"] += flight.rows - useful
+    if flight.kind == "decode":
+        costs.decode(flight.submodel, busy_ns)
+        return
+    costs.prefill(flight.rows, busy_ns)
+    own = {lane.seq for lane in flight.lanes}
+    if any(seq.first_token_ns and not seq.prefilling and seq not in own for seq in running):
+        counters["prefill_interruptions"] += 1
+        counters["prefill_interruption_ns"] += busy_ns

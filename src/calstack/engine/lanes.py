@@ -59,6 +59,13 @@ class Lanes:
         seq.blocks.extend(block)
         return True
 
+    def spare(self, seq: Sequence, most: int) -> int:
+        """Positions behind the next one that a request may take: those of its blocks, and of a free block that nobody waits for."""
+        size = self.pool.positions
+        if seq.planned + 1 + most > len(seq.blocks) * size and self.queue.head is None and (block := self.pool.take(1)) is not None:
+            seq.blocks.extend(block)
+        return max(0, min(most, len(seq.blocks) * size - seq.planned - 1))
+
     def publish(self, seq: Sequence) -> None:
         """Name blocks that are full of computed, known ids."""
         size = self.pool.positions

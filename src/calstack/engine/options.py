@@ -15,6 +15,8 @@ class EngineOptions:
     depth: int = 2  # launches in flight
     grammars: bool = False  # somebody builds the grammars of requests
     late_masks: bool = False  # the device takes masks after submit: grammars run ahead as others do
+    speculation: bool = False  # guess ids by prompt lookup and check them in one launch
+    max_guesses: int = 7  # of a request in a launch
     prefill_chunk: int = 512  # most prompt tokens of one request in a launch
     score_chunk: int = 32  # as prefill_chunk, of a request whose prompt is scored: all its logits come back
     min_chunk: int = 16  # the inter-token target never cuts a launch's prompt tokens below this

@@ -26,6 +26,16 @@ class Planner:
         self._prefill = facts.of_role(Role.PREFILL)
         self._most = facts.max_tokens_per_launch
 
+    @property
+    def most_lanes(self) -> int:
+        """Lanes of the largest decode submodel."""
+        return max((sub.batch for sub in self._decode), default=0)
+
+    @property
+    def buckets(self) -> list[tuple[str, int]]:
+        """Key and lanes of the decode submodels, smallest first."""
+        return [(sub.key, sub.batch) for sub in sorted(self._decode, key=lambda sub: sub.batch)]
+
     def decode(self, pasts: Sequence[int]) -> Choice | None:
         """One token for as many candidates as one launch can take, preferring earlier ones. `pasts`: their KV lengths."""
         lanes = [Extent(past, 1) for past in pasts]

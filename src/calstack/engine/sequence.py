@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from collections import deque
@@ -11,12 +12,15 @@ import msgspec
 
 from calstack.devices.base import LaneInput, LogitRows, TokenFrom
 from calstack.engine.constraints import Constraint, Mask, follow
+from calstack.engine.drafts import Acceptance, Lookup
 from calstack.engine.options import EngineOptions
 from calstack.engine.prefix import root_key
 from calstack.specs import DrawKey, LogitBias, SamplingParams
 from calstack.wire import Submit, Usage
 
 __all__ = ["Phase", "Sequence"]
+
+PROMISING = 0.4  # share of guesses that came true from which on a request waits for more of them
 
 
 class Phase(enum.Enum):
@@ -32,9 +36,9 @@ class Sequence:
     """One request. `planned` and `done` count KV positions; every position below `planned` is in some submitted launch."""
 
     __slots__ = (
-        "_early", "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "epoch", "first_token_ns", "hashed", "key",
-        "last_plan", "limit", "mask", "order", "output", "pending", "phase", "planned", "request", "restarts", "slot", "solo",
-        "started_ns", "stops", "submit", "target", "unmasked",
+        "_early", "acceptance", "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "drafting", "epoch",
+        "first_token_ns", "hashed", "key", "last_plan", "limit", "lookup", "mask", "order", "output", "pending", "phase",
+        "planned", "request", "restarts", "slot", "solo", "started_ns", "stops", "submit", "target", "unmasked",
     )  # fmt: skip
 
     def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int]) -> None:
@@ -51,6 +55,8 @@ class Sequence:
         self.started_ns = self.first_token_ns = 0
         self.constraint: Constraint | None = None
         self.mask: Mask | None = None  # of the first id that is not known, when there is a constraint
+        self.lookup: Lookup | None = None  # made when the first guess is wanted
+        self.acceptance = Acceptance()
         self._early = _without(submit.sampling, stops) if submit.min_tokens else submit.sampling
         self._clear()
 
@@ -62,6 +68,7 @@ class Sequence:
         self.key = root_key(self.submit.adapter, self.submit.cache_salt)  # chain key of the blocks named so far
         self.hashed = 0  # blocks named so far
         self.last_plan = -1
+        self.drafting = False  # a launch in flight holds guesses
         self.unmasked: deque[tuple[int, int]] = deque()  # those of `pending` whose mask is still to be given
 
     # --- where it stands -------------------------------------------------------------------------------------------------------
@@ -145,6 +152,46 @@ class Sequence:
                 self.unmasked.append((plan, lane))
             self.pending.append((plan, lane))
         return lane_input
+
+    @property
+    def promising(self) -> bool:
+        """Whether guesses are likely to come once the ids in flight are known: then nothing more is sent ahead."""
+        if self.acceptance.share < PROMISING or self.constraint is not None or self.solo:
+            return False
+        return bool(self._propose(1))
+
+    def guess(self, most: int) -> list[int]:
+        """Ids that may follow the known ones; none while any are in flight, or where a mask would be needed for each."""
+        most = min(most, self.to_come - 1)
+        if self.pending or self.constraint is not None or self.solo or most < 1:
+            return []
+        return self._propose(most)
+
+    def _propose(self, most: int) -> list[int]:
+        if self.lookup is None:
+            self.lookup = Lookup()
+        self.lookup.extend(self.submit.prompt, self.output)
+        return self.lookup.propose(most)
+
+    def take_guesses(self, plan: int, lane: int, guesses: Ids[int]) -> list[LaneInput]:
+        """Lane inputs that plan the next position and the guessed ones behind it, one lane each, over the same blocks."""
+        inputs, start = [], self.planned
+        history = self.submit.sampling.needs_history
+        for step, token in enumerate([*self.ids(start, start + 1), *guesses]):
+            one = self._lane((token,), 1, emit=True)
+            if history and step:
+                one = dataclasses.replace(one, output_history=(*self.output, *guesses[:step]))
+            inputs.append(one)
+            self.planned += 1
+            self.pending.append((plan, lane + step))
+        self.last_plan, self.drafting = plan, True
+        return inputs
+
+    def settle(self) -> None:
+        """The launch with guesses has ended: what came after the first wrong one was never there."""
+        self.pending.clear()
+        self.planned = self.length - 1
+        self.drafting = False
 
     def _lane(self, tokens: Ids[int] | TokenFrom, count: int, emit: bool) -> LaneInput:
         blocks = tuple(self.blocks)

@@ -13,6 +13,7 @@ from calstack.calbin.reader import Calbin, open_calbin, verify_files
 from calstack.progress import Progress
 from calstack.quality.encoder import Texts, check_encoder
 from calstack.quality.feed import Feeder
+from calstack.quality.full import WayReport, check_ways, lengths, longest
 from calstack.quality.goldens import Case, digest, kl_errors, read_cases, relative_errors, run_cases
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_hashed: int
     submodels: tuple[SubmodelReport, ...]
     good: bool
+    ways: tuple[WayReport, ...] = ()  # of a full check
 
     def text(self) -> str:
         """For people: one line per submodel."""
@@ -56,13 +58,16 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
             lines.append(f"  {s.submodel}: {measure} {s.error:.3g} (at most {s.tolerance:.3g}), {bits}{f'; {s.note}' if s.note else ''}")
         if not self.submodels:
             lines.append("  no goldens: the calbin was compiled without them")
+        for way in self.ways:
+            said = f"BITS DIFFER: {'; '.join(way.differ)}" if way.differ else "the same bits"
+            lines.append(f"  {way.positions} positions by {way.ways} ways: {said}")
         name = f"{self.device} ({self.isa})" if self.isa else self.device
         lines.append(f"{'good' if self.good else 'BAD'} on {name}")
         return "\n".join(lines)
 
 
-def verify_calbin(path: Path, device: Device, progress: Progress) -> VerifyReport:
-    """Check a sealed calbin on an open device.
+def verify_calbin(path: Path, device: Device, progress: Progress, *, full: bool = False) -> VerifyReport:
+    """Check a sealed calbin on an open device; `full` makes more cases on the spot.
 
     Raises:
         ArtifactError: when a file is damaged. DeviceError: when the device fails.
@@ -72,9 +77,17 @@ def verify_calbin(path: Path, device: Device, progress: Progress) -> VerifyRepor
     hashed = verify_files(calbin, progress.advance)
     progress.stage("goldens", len(calbin.manifest.goldens))
     reports = _goldens(calbin, device, progress) if calbin.manifest.goldens else ()
+    ways = _ways(calbin, device, progress) if full else ()
     info = device.info()
-    good = all(report.good for report in reports)
-    return VerifyReport(calbin=str(path), device=info.name, isa=info.isa, bytes_hashed=hashed, submodels=reports, good=good)
+    good = all(report.good for report in reports) and not any(way.differ for way in ways)
+    return VerifyReport(calbin=str(path), device=info.name, isa=info.isa, bytes_hashed=hashed, submodels=reports, good=good, ways=ways)
+
+
+def _ways(calbin: Calbin, device: Device, progress: Progress) -> tuple[WayReport, ...]:
+    m = calbin.manifest
+    progress.stage("ways", len(lengths(m)))
+    with Feeder(device, calbin.path, m, lanes=max(s.batch for s in m.submodels), positions=longest(m)) as feeder:
+        return check_ways(feeder, m, progress)
 
 
 def _goldens(calbin: Calbin, device: Device, progress: Progress) -> tuple[SubmodelReport, ...]:

@@ -21,6 +21,7 @@ from calstack.server.context import Context
 from calstack.server.errors import InternalError, MethodError, NotFoundError, answer_of
 from calstack.server.exchange import Endpoint, send_json
 from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Encoders, Props, SlotAction, Slots
+from calstack.server.live import Live
 from calstack.server.native import understand_infill, understand_native
 from calstack.server.openapi import OpenAPI
 from calstack.server.page import PAGES, Page
@@ -62,6 +63,7 @@ def build_app(context: Context) -> ASGIApp:
         _route("/health", Health(context), "GET"),
         _route("/v1/health", Health(context), "GET"),
         _route("/metrics", Scrape(context), "GET"),
+        _route("/metrics/events", Live(context), "GET"),
         _route("/tokenize", Tokenize(context), "POST"),
         _route("/detokenize", Detokenize(context), "POST"),
         _route("/tokenizer_info", TokenizerInfo(context), "GET"),

@@ -45,6 +45,8 @@ class EngineConfig:
     """Kernel threads; 0 = one per core."""
     prefill_chunk: int = 0
     """Most prompt tokens of a launch; 0 = what the calbin allows."""
+    speculation: bool = False
+    """Guess ids by what followed the same ids before, and check them in one launch; changes no answer."""
     kv_memory: int = 0
     """Bytes for the KV cache; 0 = enough for every lane at full context, within the device's memory."""
     start_timeout_s: float = 120.0

@@ -50,6 +50,7 @@ def engine_command(config: ServeConfig, socket: Path) -> list[str]:
         "--isa": engine.isa,
         "--threads": str(engine.threads),
         "--prefill-chunk": str(engine.prefill_chunk),
+        "--speculation": "lookup" if engine.speculation else "off",
         "--kv-memory": str(engine.kv_memory),
         "--max-queued-requests": str(config.limits.max_queued_requests + _SLACK_REQUESTS),
         "--max-queued-tokens": str(config.limits.max_queued_tokens + _SLACK_TOKENS),

@@ -64,6 +64,7 @@ class Metrics:
         self._cached = Counter("calrt_prompt_tokens_cached", "Prompt tokens found in the prefix cache", registry=self.registry)
         self._output = Counter("calrt_output_tokens", "Tokens given to clients", registry=self.registry)
         self._ttft = Histogram("calrt_ttft_ms", "From arrival to the first token, ms", buckets=_LONG_MS, registry=self.registry)
+        self.first_tokens, self.first_token_s = 0, 0.0
         self._queue = Histogram("calrt_queue_ms", "Time a choice waited for a lane, ms", buckets=_LONG_MS, registry=self.registry)
         self._tpot = Histogram("calrt_tpot_ms", "Time per output token after the first, ms", buckets=_MS, registry=self.registry)
         self._hits = Counter("calrt_prefix_hits", "Choices whose prompt began in the prefix cache", registry=self.registry)
@@ -95,6 +96,8 @@ class Metrics:
 
     def first_token(self, seconds: float) -> None:
         """Observe the time to a choice's first token."""
+        self.first_tokens += 1
+        self.first_token_s += seconds
         self._ttft.observe(seconds * 1e3)
         self._dashboards.first_token(seconds)
 

@@ -1,4 +1,4 @@
-"""The page for people at `/`: three files, read at start, under fixed names."""
+"""The page for people at `/`: a few files, read at start, under fixed names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["PAGES", "Page"]
 PAGES = {
     "/": ("index.html", b"text/html; charset=utf-8"),
     "/static/style.css": ("style.css", b"text/css; charset=utf-8"),
-    "/static/app.js": ("app.js", b"text/javascript; charset=utf-8"),
+    "/static/icon.svg": ("icon.svg", b"image/svg+xml"),
+    **{f"/static/{name}.js": (f"{name}.js", b"text/javascript; charset=utf-8") for name in ("app", "dashboard", "stream", "tokens")},
 }
 _POLICY = (
-    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     b"frame-ancestors 'none'; form-action 'none'"
 )
 
