@@ -47,7 +47,7 @@ class Model {
   Model(const Options& o, int context)
       : calbin_("/proc/self/exe", KVShape{KVType::bf16, o.at("layers"), o.at("kv-heads"), kHeadDim, (context + kBlockPositions - 1) / kBlockPositions},
                 o.at("vocab")),
-        hidden_(o.at("hidden")), ff_(o.at("ff")), memory_(size_of(o)), vectors_(static_cast<size_t>(8 * std::max(ff_, hidden_)), 1.0f) {
+        hidden_(o.at("hidden")), ff_(o.at("ff")), memory_(size_of(o), Pages::huge), vectors_(static_cast<size_t>(8 * std::max(ff_, hidden_)), 1.0f) {
     calbin_.programs.push_back(std::make_unique<Program>());
     program_ = calbin_.programs.back().get();
     program_->rows = program_->lanes = 1;

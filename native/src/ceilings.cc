@@ -1,5 +1,7 @@
 #include "calstack/ceilings.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -13,6 +15,8 @@
 
 namespace calstack {
 namespace {
+
+constexpr size_t kHugePage = 2 << 20;
 
 double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
@@ -55,8 +59,11 @@ double int8_peak_gops(const KernelTable& table, int threads) {
 }
 
 ReadCeiling::ReadCeiling(size_t bytes)
-    : data_(static_cast<char*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096))), bytes_(bytes) {
+    : data_(static_cast<char*>(std::aligned_alloc(kHugePage, (bytes + kHugePage - 1) / kHugePage * kHugePage))), bytes_(bytes) {
   if (!data_) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+  madvise(data_, bytes, MADV_HUGEPAGE);  // as parameters are
+#endif
   std::memset(data_, 1, bytes);
 }
 

@@ -135,6 +135,7 @@ void CpuDevice::dispatch() {
   while (await_work(lock)) {
     Slot* slot = pick();
     take_moves(slot != nullptr ? slot->ticket : next_ticket_);
+    if (slot != nullptr && !moving_ && slot->calbin->chips() == 1) tell_later(slot->data);
     notify(lock);
     if (moving_) apply_moves();
     if (slot != nullptr) run(*slot);
@@ -185,6 +186,12 @@ void CpuDevice::notify(std::unique_lock<std::mutex>& lock) {
   if (some) wake();
 }
 
+// Whoever is woken takes a core from the thread that wakes it. Once the launch has begun that is one of its threads, and the others do
+// its part meanwhile; before, the whole launch would wait.
+void CpuDevice::tell_later(LaunchData& launch) {
+  if (std::exchange(wake_, false)) launch.begun = [this] { wake(); };
+}
+
 void CpuDevice::wake() {
   if (event_fd_ >= 0) eventfd_write(event_fd_, 1);  // fails only when the counter is full, and then it is readable
   done_.notify_all();
@@ -225,6 +232,7 @@ void CpuDevice::run(Slot& slot) {
   slot.started_ns = now_ns();
   slot.ran = slot.tokens_known && run(calbin, d);
   slot.infer_ns = now_ns() - slot.started_ns - d.d2h_ns - slot.mask_wait_ns;
+  if (const auto begun = std::exchange(d.begun, nullptr)) begun();  // it did not begin
 }
 
 void CpuDevice::conclude(Slot& slot) {

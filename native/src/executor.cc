@@ -62,12 +62,18 @@ bool reads_weight(const Call& c) {
 }
 
 // Every call learns which weight is read after it; behind the last one comes the first, of the next launch.
-void link_next(Program& p) {
+void link_calls(Program& p) {
   const auto first = std::find_if(p.calls.begin(), p.calls.end(), reads_weight);
   const Call* next = first == p.calls.end() ? nullptr : &*first;
   for (auto c = p.calls.rbegin(); c != p.calls.rend(); ++c) {
     c->next = next;
     if (reads_weight(*c)) next = &*c;
+  }
+  for (size_t i = 1; i < p.calls.size(); ++i) {
+    Call &a = p.calls[i - 1], &b = p.calls[i];
+    if (a.op != Op::qk_norm_rope_kv || b.op != Op::attention || a.x.offset != b.x.offset || a.kv_layer != b.kv_layer) continue;
+    a.partner = &b;
+    b.partner = &a;
   }
 }
 
@@ -131,7 +137,7 @@ size_t Executor::scratch_bytes() const { return scratch_->bytes(); }
 void Executor::prepare(const Calbin& calbin) {
   Scratch& s = *scratch_;
   for (const auto& p : calbin.programs) {
-    link_next(*p);
+    link_calls(*p);
     for (const Call& c : p->calls) {
       const int rows = c.op == Op::lm_head || c.op == Op::classify ? kHeadRows : p->rows;
       const size_t elements = static_cast<size_t>(rows) * static_cast<size_t>(c.weight.k);
@@ -164,6 +170,7 @@ bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<b
   abort_ = &abort;
   chip_ = chip;
   halted_ = false;
+  lanes_apart_ = lanes_apart(launch);
   const auto& calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls;
   if (calbin.embedding + calbin.labels > 0) place_texts(calbin, launch);
   CallClock clock(launch.profile && chip == 0 ? &launch : nullptr);
@@ -186,7 +193,9 @@ bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<b
 
 void Executor::run_together(const Calbin& calbin, LaunchData& launch, size_t begin, size_t end, CallClock* clock) {
   const Call* calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls.data();
+  const auto begun = std::exchange(launch.begun, nullptr);
   pool_.together([&](Member& team) {
+    if (begun && team.index() == pool_.threads() - 1) begun();
     for (size_t i = begin; i < end; ++i) {
       look_ahead(team, calbin, calls + i + 1, calls + end, launch);
       part(team, calbin, calls[i], launch);

@@ -46,7 +46,8 @@ void Executor::encoder_attention(Member& team, const Calbin& calbin, const Call&
   float* qkv = at(calbin, c.x);
   const size_t xs = static_cast<size_t>(c.x.width);
   team.run(launch.rows, {4, 16}, [&](int b, int e, int) {
-    kernels_.qk_norm_rope_kv(qkv, xs, nullptr, 0, 0, nullptr, nullptr, 0.0f, c.attn, kv, launch.row_lane, launch.positions, b, e);
+    kernels_.qk_norm_rope_kv(qkv, xs, nullptr, 0, 0, nullptr, nullptr, 0.0f, c.attn, kv, launch.row_lane, launch.positions, b, e, 0,
+                             c.attn.kv_heads);
   });
   attention_rows(team, calbin, c, launch, kv, scratch_->text_ends.data());
 }

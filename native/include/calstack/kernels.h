@@ -105,9 +105,10 @@ struct KernelTable {
   void (*embed_rows)(const Weight& w, const int32_t* ids, float scale, float* out, size_t os, int r0, int r1);
   // out row = cos[dim/2], sin[dim/2]
   void (*rope_table)(const float* inv_freq, int half, double attention_factor, const int32_t* positions, float* out, size_t os, int r0, int r1);
-  // q/k norm (weights may be null), rope, KV write; rows [r0, r1); kv heads and q heads of those rows.
+  // q/k norm (weights may be null), rope, KV write; rows [r0, r1), kv heads [h0, h1) and their query heads.
   void (*qk_norm_rope_kv)(float* qkv, size_t xs, const float* table, size_t ts, int rope_dim, const float* q_norm, const float* k_norm, float eps,
-                          const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1);
+                          const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1,
+                          int h0, int h1);
   // Attention of rows [r0, r1) of ONE lane (consecutive positions) for kv head h (all its query heads). scratch: see attention_scratch_bytes.
   void (*attention)(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, const int32_t* positions, int kv_head,
                     int r0, int r1, float* out, size_t os, void* scratch);
