@@ -25,9 +25,12 @@ constexpr int kRowsTogether = 512;     // rows times calls, at most, for the sam
 // Activation bytes of a row chunk that stay in a core's L2 beside the weights that stream through it.
 constexpr size_t kChunkBytes = 512 << 10;
 
-int row_chunk(size_t row_bytes, int rows) {
+constexpr int kOwnRows = 64;  // a thread's rows from which on threads share rows rather than columns out: then what one quantises it reads
+
+int row_chunk(size_t row_bytes, int rows, int threads) {
   const int most = static_cast<int>(std::max<size_t>(kChunkBytes / row_bytes, 16)) / 16 * 16;
-  const int chunks = (rows + most - 1) / most;
+  int chunks = (rows + most - 1) / most;
+  if (rows >= kOwnRows * threads) chunks = (chunks + threads - 1) / threads * threads;
   return ((rows + chunks - 1) / chunks + 15) / 16 * 16;
 }
 
@@ -315,7 +318,7 @@ void Executor::linear_quantised(Member& team, const Call& c, const float* x, siz
   const QuantRows q = scratch_->shared(c.weight.k, c.weight.group);
   team.run(rows, {4, 32}, [&](int b, int e, int) { kernels_.quant_rows(x, xs, c.norm, q, b, e); });
   const size_t row_bytes = static_cast<size_t>(q.k + 12 * (q.k / q.group));
-  const Tiling tiles(c, rows, row_chunk(row_bytes, rows));
+  const Tiling tiles(c, rows, row_chunk(row_bytes, rows, pool_.threads()));
   team.run(tiles.count(), kLinearChunks, [&](int b, int e, int) {
     tiles.each(b, e, [&](int r0, int n, int nb0, int nb1) {
       kernels_.linear_q(c.weight, advance(q, r0), n, c.bias, c.epilogue, c.act, out + static_cast<size_t>(r0) * os, os, nb0, nb1);
@@ -333,7 +336,7 @@ void Executor::linear_float(Member& team, const Call& c, const float* x, size_t 
     x = y;
     xs = ys;
   }
-  const Tiling tiles(c, rows, row_chunk(static_cast<size_t>(c.weight.k) * sizeof(float), rows));
+  const Tiling tiles(c, rows, row_chunk(static_cast<size_t>(c.weight.k) * sizeof(float), rows, pool_.threads()));
   team.run(tiles.count(), kLinearChunks, [&](int b, int e, int) {
     tiles.each(b, e, [&](int r0, int n, int nb0, int nb1) {
       const size_t r = static_cast<size_t>(r0);
