@@ -59,11 +59,11 @@ class _Route:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival, context = time.monotonic(), self._context
-        encoder = encoder_of(context)
         context.ready()
         limits = context.config.limits
         body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
-        work = self.understand(await self._decode(body), encoder)
+        fields = await self._decode(body)  # what no server could do is a 400 first, what this calbin lacks a 501
+        work = self.understand(fields, encoder_of(context))
         if work.texts > limits.max_texts:
             raise RequestError(f"has {work.texts} texts, {limits.max_texts} may be", where="$.input", param="input")
         account, request_id = scope["calstack.account"], request_id_of(scope)

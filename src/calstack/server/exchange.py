@@ -73,14 +73,15 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival, request_id = time.monotonic(), request_id_of(scope)
-        if self._context.model.spec.encoder is not None:
-            raise NotInCalbin("this calbin is an encoder and generates no text", remedy="serve a decoder's calbin")
         self._context.ready()
         limits = self._context.config.limits
         body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
         if self._context.config.log.prompts:
             scope["calstack.log"]["body"] = body[:_LOGGED_BYTES].decode("utf-8", "replace")
-        plan = self._understand(self._context, await self._decode(body), request_id)
+        fields = await self._decode(body)
+        if self._context.model.spec.encoder is not None:
+            raise NotInCalbin("this calbin is an encoder and generates no text", remedy="serve a decoder's calbin")
+        plan = self._understand(self._context, fields, request_id)
         account: Account | None = scope["calstack.account"]
         with Generation(
             self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs, account=account
