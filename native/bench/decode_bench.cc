@@ -205,8 +205,8 @@ int main(int argc, char** argv) {
     std::sort(v.begin(), v.end());
     double moved = 0;
     int count = 0;
-    for (const Call& c : calls)
-      if (kind(c) == name) moved += static_cast<double>(call_work(c, s.data, model.calbin().kv.shape()).bytes), ++count;
+    for (size_t i = 0; i < calls.size(); ++i)
+      if (kind(calls[i]) == name) moved += static_cast<double>(call_work(calls[i], s.data.spans[i], s.data, model.calbin().kv.shape()).bytes), ++count;
     std::printf("  %-24s %4d calls %8.1f us %7.2f a call %7.1f GB/s\n", name.c_str(), count, v[v.size() / 2], v[v.size() / 2] / count, moved / v[v.size() / 2] / 1e3);
   }
 }

@@ -84,10 +84,15 @@ void Executor::touch_keys(const Member& team, const Calbin& calbin, const Call& 
 
 void Executor::attention(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
   if (wants_splits(c, launch, pool_.threads())) return attention_splits(team, calbin, c, launch);
-  attention_rows(team, calbin, c, launch);
+  Ahead keys;
+  touch_keys(team, calbin, c, launch, keys);
+  keys.finish();
+  attention_rows(team, calbin, c, launch, view(calbin, c, launch), launch.positions);
 }
 
-void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
+// `positions`, per row: the last key it sees.
+void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch, const KVView& kv,
+                              const int32_t* positions) {
   auto& items = scratch_->worker[static_cast<size_t>(team.index())].items;
   items.clear();
   const int block = row_block(c.attn);
@@ -98,20 +103,16 @@ void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c,
       items.push_back({i, r0, std::min(r0 + block, lane.first_row + lane.cur), 0});
     }
   }
-  const KVView kv = view(calbin, c, launch);
   const float* qkv = at(calbin, c.x);
   float* out = at(calbin, c.out);
   const size_t xs = static_cast<size_t>(c.x.width), os = static_cast<size_t>(c.out.width);
   const int heads = c.attn.kv_heads;
-  Ahead keys;
-  touch_keys(team, calbin, c, launch, keys);
-  keys.finish();
   const bool ropes = ropes_by_head(c, launch);
   team.run(static_cast<int>(items.size()) * heads, kItems, [&](int b, int e, int w) {
     for (int u = b; u < e; ++u) {
       const AttentionItem& it = items[static_cast<size_t>(u / heads)];
       if (ropes) rope_heads(calbin, *c.partner, launch, it.r0, it.r1, u % heads, u % heads + 1);
-      kernels_.attention(qkv, xs, c.attn, kv, it.lane, launch.positions, u % heads, it.r0, it.r1, out, os,
+      kernels_.attention(qkv, xs, c.attn, kv, it.lane, positions, u % heads, it.r0, it.r1, out, os,
                          scratch_->worker[static_cast<size_t>(w)].attention.data());
     }
   });

@@ -60,6 +60,11 @@ void logits(Hash& h, const LaunchData& launch, int r, int vocab) {
   if (lane.logits && i >= first) h.floats(lane.logits.get() + static_cast<size_t>(i - first) * static_cast<size_t>(vocab), static_cast<size_t>(vocab));
 }
 
+// What a text gives back, on its first row.
+void text(Hash& h, const LaunchData& launch, int r, const float* values, int n) {
+  if (r == launch.lane[static_cast<size_t>(launch.row_lane[r])].first_row) h.floats(values, static_cast<size_t>(n));
+}
+
 }  // namespace
 
 void open_prints(const Calbin& calbin, LaunchData& launch) {
@@ -79,6 +84,7 @@ void Executor::print(const Calbin& calbin, size_t index, LaunchData& launch) con
 
 void Executor::print_rows(const Calbin& calbin, const Call& c, size_t index, LaunchData& launch) const {
   uint64_t* to = launch.prints[static_cast<size_t>(chip_)].data() + index * static_cast<size_t>(launch.rows);
+  const auto lane = [&](int r) -> const Lane& { return launch.lane[static_cast<size_t>(launch.row_lane[r])]; };
   for (int r = 0; r < launch.rows; ++r) {
     const auto row = [&](const Buf& b) { return at(calbin, b) + static_cast<size_t>(r) * static_cast<size_t>(b.width); };
     Hash h;
@@ -87,6 +93,8 @@ void Executor::print_rows(const Calbin& calbin, const Call& c, size_t index, Lau
       case Op::moe_route: h.floats(row(c.out), 2 * static_cast<size_t>(c.top_k)); break;
       case Op::moe_experts: chosen(h, c, row(c.table), at(calbin, c.out)); break;
       case Op::lm_head: if (chip_ == 0) logits(h, launch, r, calbin.vocab); break;
+      case Op::pool: text(h, launch, r, lane(r).embedding, c.x.width); break;
+      case Op::classify: text(h, launch, r, lane(r).scores, c.down.n); break;
       default: h.floats(row(c.out), static_cast<size_t>(c.out.width));
     }
     to[r] = h.value();

@@ -32,7 +32,7 @@ struct ActiveExpert {
 
 struct WorkerScratch {
   QuantRows few{};       // kFewElements or one row
-  Region few_memory, attention, sample;
+  Region few_memory, attention, sample, row;
   std::vector<AttentionItem> items;
 };
 
@@ -45,6 +45,8 @@ class Scratch {
   void grow_attention(const AttnShape& s, int lanes, int rows, int splits);
   void grow_moe(int rows, int top_k, int experts);
   void grow_experts(int rows, int top_k, int experts, int inner);
+  void grow_texts(int lanes, int rows);
+  void grow_classifier(int hidden, int inner, int labels);
   void grow_head(int hidden, int vocab, int lanes);
   size_t bytes() const;
   QuantRows shared(int k, int group) const;
@@ -57,6 +59,9 @@ class Scratch {
   int pair_count = 0;
   std::vector<HeadRow> head;
   Region partial_ml, partial_o;
+  // Encoders: per lane its blocks in the launch's own keys and values, per row the last position of its text.
+  std::vector<int32_t> text_blocks, text_ends;
+  std::vector<const int32_t*> text_tables;
 
  private:
   Region codes_, scale_, asum_, isum_;

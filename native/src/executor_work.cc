@@ -34,6 +34,16 @@ CallWork attention_work(const Call& c, const LaunchData& launch, const KVShape& 
   return {read * position + io, 4 * pairs * c.attn.heads * c.attn.head_dim};
 }
 
+CallWork encoder_work(const Call& c, const LaunchData& launch) {
+  int64_t pairs = 0;
+  for (int i = 0; i < launch.lanes; ++i) {
+    const int64_t n = launch.lane[static_cast<size_t>(i)].cur;
+    pairs += n * n;
+  }
+  const int64_t width = int64_t{c.attn.heads} * c.attn.head_dim;
+  return {int64_t{launch.rows} * 4 * (c.x.width + c.table.width + width), 4 * pairs * width};
+}
+
 CallWork experts_work(const Call& c, const CallSpan& span, int64_t rows) {
   const int64_t pairs = rows * c.top_k * c.experts / (c.starts.empty() ? c.experts : c.starts.back());  // of several chips an even share
   const int64_t inner = c.down.k, hidden = c.weight.k;
@@ -58,6 +68,10 @@ CallWork call_work(const Call& c, const CallSpan& span, const LaunchData& launch
     case Op::moe_combine: return {rows * 4 * c.out.width * (c.top_k + 2), rows * 2 * c.top_k * c.out.width};
     case Op::all_gather: return {rows * 8 * c.out.width, c.add ? rows * c.out.width : 0};
     case Op::lm_head: return linear_work(c, head_rows(launch));
+    case Op::layer_norm: return {rows * 8 * c.x.width, rows * 8 * c.x.width};
+    case Op::encoder_attention: return encoder_work(c, launch);
+    case Op::pool: return {rows * 4 * c.x.width, rows * c.x.width};
+    case Op::classify: return linear_work(c, launch.lanes);
   }
   return {};
 }

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from calstack.plan import PlanReport
     from calstack.targets.spec import TargetSpec
 
+_DECODER_CARD = ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "top1")
+
 __all__ = [
     "LLM",
     "BisectReport",
@@ -91,8 +93,9 @@ def compile_model(
     from calstack.compiler.pipeline import compile_into
     from calstack.frontends import open_source
     from calstack.graph.evaluate import Oracle
+    from calstack.quality.encoder import add_encoder_quality
     from calstack.quality.join import add_quality
-    from calstack.quality.text import QualityText
+    from calstack.quality.text import QualityText, bundled_text
 
     options, progress = options or CompileOptions(), progress or Silent()
     wanted = options.for_compiler()
@@ -105,7 +108,11 @@ def compile_model(
         if manifest.weightless:
             return writer.seal(manifest)
         text = None if options.quality_text is None else QualityText("given text", options.quality_text)
-        manifest = add_quality(writer, manifest, Oracle(bundle), bundle.tokenizer_json, progress, card=options.quality, text=text)
+        if manifest.model.encoder is not None:
+            progress.stage("goldens")
+            manifest = add_encoder_quality(writer, manifest, bundle, text or bundled_text(), card=options.quality)
+        else:
+            manifest = add_quality(writer, manifest, Oracle(bundle), bundle.tokenizer_json, progress, card=options.quality, text=text)
         return writer.seal(manifest)
 
 
@@ -116,11 +123,14 @@ def _keep_onnx(bundle: GraphBundle, out: Path, progress: Progress) -> None:
 
 
 def measured_target(nbytes: int = 256 << 20) -> TargetSpec:
-    """The cpu target with this machine's ceilings, that of memory over a buffer of `nbytes`."""
+    """The cpu target with this machine's ceilings, that of memory over a buffer of `nbytes`, and its threads' hand-over."""
+    from calstack.native import pool_probe_together
     from calstack.plan import measured
 
     found = ceilings(nbytes=min(max(nbytes, 1 << 20), 1 << 30))
-    return measured(load_target("cpu"), found.read_gb_s, found.int8_gop_s)
+    threads = usable_cores()
+    hand_over_ns = min(pool_probe_together(threads, 10, 50, threads, 1, 1)[1] for _ in range(3))
+    return measured(load_target("cpu"), found.read_gb_s, found.int8_gop_s, hand_over_ns / 1e3)
 
 
 def inventory(path: Path) -> list[OperatorRow]:
@@ -242,7 +252,8 @@ def quality_summary(calbin: str | Path) -> dict[str, float | str]:
         return {}
     try:
         card = json.loads(opened.read("quality.json"))
-        numbers = {key: float(card[key]) for key in ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "top1")}
+        keys = ("cosine_mean", "cosine_min", "error") if "cosine_mean" in card else _DECODER_CARD
+        numbers = {key: float(card[key]) for key in keys}
         return {"text": str(card["text"]["name"]), **numbers}
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"is not a quality card: {error!r}", where="quality.json", remedy="compile the model again") from error

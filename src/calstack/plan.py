@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Bucket", "ChipPlan", "PlanReport", "Speed", "Tile", "make_plan", "measured"]
 
 READ_SHARE, INT8_SHARE = 0.88, 0.61  # of its ceilings that this machine's programs reach (fitted)
+HAND_OVERS, ROW_US = 2, 0.4  # of a call of one row
 _DECODE_DEPTH, _PREFILL = 64, 512
 _HOPELESS = 2.0  # times a target's DRAM: a model of that size is refused by its config alone
 
@@ -106,12 +107,14 @@ class PlanReport(_Node, frozen=True, kw_only=True):
     fitted: tuple[str, ...]  # parameters of the prediction that are not from a data sheet
 
 
-def measured(target: TargetSpec, read_gb_s: float, int8_gop_s: float) -> TargetSpec:
-    """The spec of a target whose figures are this machine's, with its ceilings as measured."""
+def measured(target: TargetSpec, read_gb_s: float, int8_gop_s: float, hand_over_us: float) -> TargetSpec:
+    """The spec of a target whose figures are this machine's, with its ceilings and the threads' hand-over as measured."""
+    call = f"{HAND_OVERS} hand-overs of {hand_over_us:.2f} between the threads, and {ROW_US} (fitted) for a row's quantisation"
     speeds = msgspec.structs.replace(
         target.speeds,
         read_gb_s=Figure(value=round(READ_SHARE * read_gb_s, 1), origin="measured", note=f"{READ_SHARE} (fitted) of a prefetching read"),
         int8_gop_s=Figure(value=round(INT8_SHARE * int8_gop_s), origin="measured", note=f"{INT8_SHARE} (fitted) of the peak in registers"),
+        call_us=Figure(value=round(HAND_OVERS * hand_over_us + ROW_US, 2), origin="measured", note=call),
     )
     return msgspec.structs.replace(target, speeds=speeds)
 
@@ -212,11 +215,13 @@ class _Model:
         self.decodes = {d.submodel.batch: d for d in plan.drafts if d.submodel.role is Role.DECODE}
 
     def speed(self, phase: str, tokens: int, batch: int) -> Speed:
-        """Prefill of one prompt of `tokens`, or a decode step of `batch` lanes over a cache of `tokens` each."""
-        draft = self.prompt if phase == "prefill" else self.decodes[batch]
+        """Prefill or encoding of one text of `tokens`, or a decode step of `batch` lanes over a cache of `tokens` each."""
+        draft = self.decodes[batch] if phase == "decode" else self.prompt
         assert draft is not None, "asked of a plan that has the phase"
         if phase == "prefill":
             load, made = Load(tokens=tokens, head_rows=1, keys=tokens / 2, lanes=1), tokens
+        elif phase == "encode":
+            load, made = Load(tokens=tokens, head_rows=1, keys=float(tokens), lanes=1), tokens
         else:
             load, made = Load(tokens=batch, head_rows=batch, keys=float(tokens), lanes=batch), batch
         cost = launch_cost(draft.program, load, self.plan.kv, self.target.speeds, kv_heads=self._heads)
@@ -302,7 +307,7 @@ def _limits(chips: Sequence[ChipPlan], contexts: Sequence[int], batch: int, bloc
 def _speeds(model: _Model, spec: ModelSpec) -> list[Speed]:
     found = []
     if model.prompt is not None:
-        found.append(model.speed("prefill", min(_PREFILL, model.prompt.submodel.q_len), 1))
+        found.append(model.speed(model.prompt.submodel.role.value, min(_PREFILL, model.prompt.submodel.q_len), 1))
     found += [model.speed("decode", _DECODE_DEPTH, batch) for batch in model.decodes]
     experts = spec.moe.experts if spec.moe is not None else 0
     for known in model.target.known:

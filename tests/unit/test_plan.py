@@ -9,6 +9,7 @@ import pytest
 
 from calstack import api
 from calstack.calbin.reader import open_calbin
+from calstack.cli import main
 from calstack.devices.base import OpenOptions
 from calstack.devices.registry import open_device
 from calstack.errors import ArtifactError, SourceError, UnsupportedError, UsageError
@@ -63,6 +64,69 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     plan = moe_plan("calculet-1")
     assert not plan.fits
     assert "would fit" in plan.limits[0]
+
+
+def test_every_batch_and_context_is_held_against_the_room_of_the_fullest_chip() -> None:
+    plan = moe_plan("calculet-2")
+    buckets = {(b.context, b.batch): b for b in plan.buckets}
+    assert len(buckets) == 2 * len(plan.batches)
+    left = min(chip.kv_blocks_left for chip in plan.chips)
+    spec = load_target("calculet-2").chips[0]
+    chip = plan.chips[0]
+    assert spec.reserved_bytes > 0
+    assert chip.kv_blocks_left * 64 * chip.kv_bytes_per_token <= chip.dram_bytes - spec.reserved_bytes - chip.params_bytes
+    for (context, batch), bucket in buckets.items():
+        assert bucket.kv_bytes == batch * context * plan.kv_bytes_per_token
+        assert bucket.lanes_fit == left // (context // 64)
+        assert bucket.fits == (batch <= bucket.lanes_fit)
+    assert buckets[4096, 16].fits
+    assert not buckets[40_960, 16].fits
+    assert buckets[40_960, 1].tok_s < buckets[4096, 1].tok_s
+
+
+def test_every_call_has_a_tile_and_one_that_exceeds_the_sram_is_a_limit(tmp_path: Path) -> None:
+    small = tmp_path / "small.toml"
+    import msgspec
+
+    spec = load_target("calculet-1")
+    chips = tuple(msgspec.structs.replace(chip, sram_bytes=20_000) for chip in spec.chips)
+    small.write_bytes(msgspec.toml.encode(msgspec.structs.replace(spec, chips=chips)))
+    chosen = options(str(small), QuantSpec(default=WeightFormat.W8A8))
+    plan = api.plan_model(DATA / "tiny-llama", options=chosen)
+    assert {tile.op for tile in plan.chips[0].tiles} >= {"embed", "norm_linear", "attention", "linear", "lm_head"}
+    assert not plan.fits
+    assert "rows at once would fit" in plan.limits[0]
+    assert api.plan_model(DATA / "tiny-llama", options=options("calculet-1", chosen.quant)).fits
+
+
+@pytest.mark.native
+def test_a_measured_target_is_a_file_that_plans_and_says_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["targets", "--measure"]) == 0
+    path = tmp_path / "here.toml"
+    path.write_text(capsys.readouterr().out)
+    spec = load_target(str(path))
+    assert {name for name in spec.speeds.__struct_fields__ if getattr(spec.speeds, name).origin == "measured"} == {
+        "read_gb_s",
+        "int8_gop_s",
+        "call_us",
+    }
+    plan = api.plan_model(DATA / "tiny-llama", options=options(str(path), QuantSpec(default=WeightFormat.W8A8)))
+    assert all(speed.tok_s > 0 for speed in plan.speeds)
+
+
+def test_a_hopeless_model_is_refused_by_its_config_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(CONFIG.read_text()) | {"num_hidden_layers": 400}))
+    monkeypatch.setattr("calstack.frontends.open_source", lambda *_: pytest.fail("its graphs were built"))
+    with pytest.raises(UnsupportedError, match=r"alone take .* GB or more.*would fit"):
+        api.plan_model(path, options=options("calculet-2", parse_quant(load_target("calculet-2").recipe.quant)))  # type: ignore[union-attr]
+
+
+def test_an_encoder_is_planned_without_a_cache() -> None:
+    plan = api.plan_model(DATA / "tiny-bert", options=options("cpu"))
+    assert [s.phase for s in plan.speeds] == ["encode"]
+    assert plan.kv_bytes_per_token == 0
+    assert not plan.buckets
 
 
 def test_a_context_beyond_the_model_is_refused() -> None:

@@ -83,7 +83,9 @@ class KVPool {
   std::atomic<size_t> committed_{0};
 };
 
-enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather, moe_route, moe_experts, moe_combine, norm_add };
+enum class Op : int32_t { embed, rope_table, norm_linear, qk_norm_rope_kv, attention, linear, lm_head, all_gather, moe_route, moe_experts, moe_combine, norm_add,
+                          layer_norm, encoder_attention, pool, classify };
+enum class Index : int32_t { ids, types, positions };  // what an embedding looks up
 const char* op_name(Op op);
 
 struct Buf {
@@ -112,13 +114,18 @@ struct Call {
   const Call* next = nullptr;  // the next call that reads a weight, in the order of launches
   const Call* partner = nullptr;  // the attention behind a qk_norm_rope_kv and the other way round, when side by side
   int first = 0;           // lm_head: vocabulary entry of its first output
-  bool add = false;        // all_gather
+  bool add = false;        // all_gather, embed
   std::vector<Buf> parts;  // all_gather, moe_combine: by chip, in that chip's arena; width 0 = nothing
   // Mixture of experts. `table` is the choice buffer of experts and combine; `first` the chip's first expert.
   Weight down{};
   int top_k = 0, experts = 0;
   bool renormalise = false;
   std::vector<int> starts;  // first expert of each chip
+  // Encoders. `table` is where encoder_attention keeps keys and values, `down` the classifier's second product.
+  Index index = Index::ids;
+  Pooling pooling = Pooling::mean;
+  bool normalise = false;
+  const float* down_bias = nullptr;
 };
 
 struct Program {
@@ -145,6 +152,7 @@ struct Lane {
   int32_t* top_ids = nullptr;
   float* top_logprobs = nullptr;
   std::unique_ptr<float[]> logits;
+  float *embedding = nullptr, *scores = nullptr;  // of an encoder
   int logit_rows() const { return all_logits ? cur : last_logits ? 1 : 0; }
 };
 
@@ -159,7 +167,7 @@ struct LaunchData {
   int lanes = 0, rows = 0;
   std::vector<Lane> lane;
   std::vector<const int32_t*> tables;
-  int32_t *tokens = nullptr, *row_lane = nullptr, *positions = nullptr;  // per row
+  int32_t *tokens = nullptr, *row_lane = nullptr, *positions = nullptr, *types = nullptr;  // per row
   bool profile = false, strict = false, probe = false;
   std::vector<CallSpan> spans;
   std::vector<std::vector<uint64_t>> prints;  // probe: by chip, [calls][rows], a hash of what each call wrote for each row
@@ -183,6 +191,7 @@ struct Calbin {
   MappedFile params;
   KVPool kv;
   int vocab;
+  int types = 0, embedding = 0, labels = 0;  // segments known (0 = none is read); values that an encoder gives per text
   std::vector<std::unique_ptr<Program>> programs;
   Region arena;
   std::vector<std::unique_ptr<Calbin>> others;
@@ -246,7 +255,14 @@ class Executor {
   void linear_quantised(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void linear_float(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os);
   void attention(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
-  void attention_rows(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void attention_rows(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch, const KVView& kv, const int32_t* positions);
+  void place_texts(const Calbin& calbin, LaunchData& launch);
+  void encoder_attention(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void embed_add(Member& team, const Call& c, const int32_t* ids, float* out, int rows);
+  void layer_norm(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void pool(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
+  void classify(const Calbin& calbin, const Call& c, LaunchData& launch);
+  void classify_chunk(const Call& c, float* const* to, int count);
   void attention_splits(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch);
   void lm_head(const Calbin& calbin, const Call& c, LaunchData& launch);
   void head_chunk(const Calbin& calbin, const Call& c, LaunchData& launch, int count);

@@ -1,7 +1,7 @@
 """`calstack verify --bisect`: the first call whose bits differ, between a device and the scalar reference, two calbins, or two submodels.
 
 A device says for each call and row a hash of what was written. What a row is depends on earlier positions only, so of the positions that
-differ the first one, and of its calls the first one, is where the difference begins.
+differ the first one, and of its calls the first one, is where the difference begins. In an encoder it is the first call.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from calstack.devices.base import Device, OpenOptions
 from calstack.devices.registry import open_device
 from calstack.errors import DeviceError, UnsupportedError
 from calstack.progress import Progress, Silent
+from calstack.quality.encoder import Text, Texts
 from calstack.quality.feed import Feeder
 from calstack.quality.goldens import LENGTHS, read_cases
 
@@ -143,22 +144,39 @@ def _ops(calbin: Calbin, key: str) -> list[list[str]]:
 
 def _ids(calbin: Calbin) -> list[int]:
     m = calbin.manifest
-    if m.goldens:
+    if m.goldens and m.model.encoder is None:
         cases = read_cases(calbin.read(m.goldens[0].path), m.goldens[0].path, m.model.vocab)
         return [int(i) for i in max(cases, key=lambda case: len(case.input_ids)).input_ids]
     return [int(i) for i in np.random.default_rng(1).integers(0, m.model.vocab, LENGTHS[-1])]
 
 
+def _encoded(side: Side, submodels: Sequence[Submodel], ids: list[int], progress: Progress) -> dict[str, Prints]:
+    found: dict[str, Prints] = {}
+    with Texts(side.device, side.calbin.path, probe=True) as texts:
+        for submodel in submodels:
+            part = tuple(ids[: submodel.q_len])
+            texts.run(submodel, [Text(part, (0,) * len(part))])
+            found[submodel.key] = _some(texts.prints, side)
+            progress.advance()
+    return found
+
+
+def _some(prints: Prints, side: Side) -> Prints:
+    if not prints:
+        raise UnsupportedError("the device does not say what its calls wrote", where=side.name, remedy="compare on the cpu device")
+    return prints
+
+
 def _run(side: Side, submodels: Sequence[Submodel], ids: list[int], progress: Progress) -> dict[str, Prints]:
+    if side.calbin.manifest.model.encoder is not None:
+        return _encoded(side, submodels, ids, progress)
     found: dict[str, Prints] = {}
     with Feeder(side.device, side.calbin.path, side.calbin.manifest, lanes=1, positions=len(ids), probe=True) as feeder:
         for submodel in submodels:
             feeder.prints.clear()
             feeder.run(submodel, [ids])
-            if not all(feeder.prints):
-                remedy = "compare on the cpu device"
-                raise UnsupportedError("the device does not say what its calls wrote", where=side.name, remedy=remedy)
-            found[submodel.key] = tuple(np.concatenate(parts, axis=1) for parts in zip(*feeder.prints, strict=True))
+            launches = [_some(prints, side) for prints in feeder.prints]
+            found[submodel.key] = tuple(np.concatenate(parts, axis=1) for parts in zip(*launches, strict=True))
             progress.advance()
     return found
 
@@ -173,7 +191,8 @@ def _first(calbin: Calbin, key: str, other: str, a: Prints, b: Prints) -> FirstC
         found += [(int(p), int(c), chip) for p, c in zip(positions, calls, strict=True)]
     if not found:
         return None
-    position, index, chip = min(found)
+    whole = calbin.manifest.model.encoder is not None  # every position sees all
+    position, index, chip = min(found, key=lambda at: (at[1], at[0], at[2]) if whole else at)
     call = streams[chip][index]
     return FirstCall(
         submodel=key, other=other, chip=chip, call=index, op=call.OP, layer=call.layer, tensors=_tensors(call), position=position

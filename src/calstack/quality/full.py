@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from calstack.quality.encoder import Text, Texts, encoder_digest
 from calstack.quality.goldens import digest
 from calstack.specs import Role
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from calstack.progress import Progress
     from calstack.quality.feed import Feeder
 
-__all__ = ["WayReport", "check_ways", "lengths", "longest"]
+__all__ = ["WayReport", "check_texts", "check_ways", "lengths", "longest"]
 
+BLOCK = 64  # positions that an encoder's attention takes together
 MOST_POSITIONS = 4096  # of a case: verify stays a matter of minutes
 
 
@@ -35,6 +37,10 @@ class WayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def lengths(manifest: Manifest) -> tuple[int, ...]:
     """Prompt lengths that lie around the calbin's edges, within its context."""
+    if manifest.model.encoder is not None:
+        most = max(s.q_len for s in manifest.submodels)
+        wanted = {edge + step for edge in (BLOCK, most) for step in (-1, 0, 1)}
+        return tuple(sorted(n for n in wanted if 2 <= n <= most))
     prefill = max((s for s in manifest.submodels if s.role is Role.PREFILL), key=lambda s: s.q_len)
     edges = {prefill.q_len, manifest.kv.block_positions, prefill.context}
     wanted = {edge + step for edge in edges for step in (-1, 0, 1)} | {3 * prefill.q_len + 5}
@@ -56,6 +62,21 @@ def check_ways(feeder: Feeder, manifest: Manifest, progress: Progress) -> tuple[
         mates = [[int(i) for i in rng.integers(0, manifest.model.vocab, n)] for _ in range(lanes - 1)]
         digests = [(name, digest([rows])) for name, rows in _ways(feeder, manifest.submodels, ids, mates)]
         found.append(WayReport(positions=n, ways=len(digests), differ=tuple(name for name, bits in digests if bits != digests[0][1])))
+        progress.advance()
+    return tuple(found)
+
+
+def check_texts(texts: Texts, manifest: Manifest, progress: Progress) -> tuple[WayReport, ...]:
+    """The same for an encoder: a text alone, and as the last of many in one launch."""
+    rng = np.random.default_rng(1)
+    submodel, found = manifest.submodels[0], []
+    for n in lengths(manifest):
+        made = [Text(tuple(int(i) for i in rng.integers(0, manifest.model.vocab, n)), (0,) * n) for _ in range(submodel.batch)]
+        count = max(1, min(submodel.batch, submodel.rows // n))
+        alone = encoder_digest([texts.run(submodel, made[:1])[0]])
+        among = encoder_digest([texts.run(submodel, [*made[1:count], made[0]])[-1]])
+        differ = () if alone == among else (f"{submodel.key}, the last of {count} texts",)
+        found.append(WayReport(positions=n, ways=2, differ=differ))
         progress.advance()
     return tuple(found)
 

@@ -12,8 +12,9 @@ from calstack.calbin.inspect import size_text
 from calstack.calbin.reader import Calbin, open_calbin, verify_files
 from calstack.progress import Progress
 from calstack.quality.bisect import BisectReport
+from calstack.quality.encoder import Texts, check_encoder
 from calstack.quality.feed import Feeder
-from calstack.quality.full import WayReport, check_ways, lengths, longest
+from calstack.quality.full import WayReport, check_texts, check_ways, lengths, longest
 from calstack.quality.goldens import Case, digest, kl_errors, read_cases, relative_errors, run_cases
 
 if TYPE_CHECKING:
@@ -89,12 +90,17 @@ def verify_calbin(path: Path, device: Device, progress: Progress, *, full: bool 
 def _ways(calbin: Calbin, device: Device, progress: Progress) -> tuple[WayReport, ...]:
     m = calbin.manifest
     progress.stage("ways", len(lengths(m)))
+    if m.model.encoder is not None:
+        with Texts(device, calbin.path) as texts:
+            return check_texts(texts, m, progress)
     with Feeder(device, calbin.path, m, lanes=max(s.batch for s in m.submodels), positions=longest(m)) as feeder:
         return check_ways(feeder, m, progress)
 
 
 def _goldens(calbin: Calbin, device: Device, progress: Progress) -> tuple[SubmodelReport, ...]:
     m = calbin.manifest
+    if m.model.encoder is not None:
+        return _encoder_goldens(calbin, device, progress)
     by_key = {s.key: s for s in m.submodels}
     cases = {golden.path: read_cases(calbin.read(golden.path), golden.path, m.model.vocab) for golden in m.goldens}
     longest = max(len(case.input_ids) for each in cases.values() for case in each)
@@ -106,14 +112,31 @@ def _goldens(calbin: Calbin, device: Device, progress: Progress) -> tuple[Submod
     return tuple(reports)
 
 
+def _encoder_goldens(calbin: Calbin, device: Device, progress: Progress) -> tuple[SubmodelReport, ...]:
+    by_key = {s.key: s for s in calbin.manifest.submodels}
+    reports = []
+    with Texts(device, calbin.path) as texts:
+        for golden in calbin.manifest.goldens:
+            data = calbin.read(golden.path)
+            error, alike, bits = check_encoder(texts, by_key[golden.submodel], golden, data, calbin.manifest.model.vocab)
+            reports.append(_report(golden, error, alike=alike, bits=bits))
+            progress.advance()
+    return tuple(reports)
+
+
 def _check(feeder: Feeder, submodel: Submodel, golden: GoldenRef, cases: Sequence[Case]) -> SubmodelReport:
     lanes = run_cases(feeder, submodel, cases)
     first = [each[0] for each in lanes]
     error = _worst(golden, cases, first)
     alike = all(digest([other]) == digest([each[0]]) for each in lanes for other in each[1:])
-    bits = alike and digest(first) == golden.bits
+    bits = digest(first) == golden.bits
+    return _report(golden, error, alike=alike, bits=bits)
+
+
+def _report(golden: GoldenRef, error: float, *, alike: bool, bits: bool) -> SubmodelReport:
+    bits = alike and bits
     return SubmodelReport(
-        submodel=submodel.key,
+        submodel=golden.submodel,
         kind=golden.kind,
         error=error,
         tolerance=golden.tolerance,

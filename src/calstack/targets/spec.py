@@ -69,7 +69,7 @@ class KnownSpeed(_Strict, frozen=True, kw_only=True):
     source: str
 
 
-class TargetSpec(_Strict, frozen=True, kw_only=True):
+class TargetSpec(_Strict, frozen=True, kw_only=True, omit_defaults=True):
     """What the compiler, the planner and the cost model must know of a target."""
 
     name: str

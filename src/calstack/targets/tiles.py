@@ -11,7 +11,10 @@ from calstack.calbin.packing import LANES, packed_bytes
 from calstack.calbin.program import (
     Attention,
     Call,
+    Classify,
     Embed,
+    EncoderAttention,
+    LayerNorm,
     Linear,
     LmHead,
     MoeCombine,
@@ -53,11 +56,16 @@ def _parts(call: Call, kv: KVSpec) -> tuple[int, int]:
         case Attention():
             group = call.heads // call.kv_heads
             return 2 * KEYS * kv.dtype.position_bytes(call.head_dim), _F32 * group * (2 * call.head_dim + KEYS)
+        case EncoderAttention():
+            group = call.heads // call.kv_heads
+            return 2 * KEYS * 2 * _F32 * call.head_dim, _F32 * group * (2 * call.head_dim + KEYS)
         case QkNormRopeKv():
             return 0, _F32 * ((call.heads + 2 * call.kv_heads) * call.head_dim + call.rope_dim)
         case Embed():
             return _product(call.weight)[0], _F32 * call.weight.k
-        case NormAdd():
+        case Classify():
+            return max(_product(call.weight), _product(call.head), key=lambda parts: parts[0] + ROWS * parts[1])
+        case NormAdd() | LayerNorm():
             return _F32 * call.norm.n, 2 * _F32 * call.norm.n
         case RopeTable():
             return _F32 * call.inv_freq.n, 2 * _F32 * call.inv_freq.n

@@ -62,6 +62,14 @@ def test_a_changed_weight_is_found_at_the_call_that_reads_it(tmp_path: Path, nam
     assert tensor in report.text()
 
 
+def test_an_encoder_has_the_bits_of_the_reference_and_of_many_texts_in_one_launch(tmp_path: Path) -> None:
+    path = api.compile_model(DATA / "tiny-bert", tmp_path / "bert.calbin", options=api.CompileOptions(quality=False))
+    assert not api.bisect(path).differ
+    report = api.verify(path, full=True)
+    assert report.good
+    assert [way.positions for way in report.ways] == [63, 64]
+
+
 def test_calbins_with_other_programs_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="other calls"):
         api.bisect(ARTIFACTS / "llama-w4a8.calbin", against=ARTIFACTS / "moe-two-chips-i8.calbin")
