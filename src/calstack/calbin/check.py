@@ -29,7 +29,7 @@ from calstack.calbin.program import (
     Weight,
 )
 from calstack.errors import ArtifactError
-from calstack.specs import WeightFormat
+from calstack.specs import MOST_EXTEND, Role, WeightFormat
 
 __all__ = ["ALIGN", "MOST", "check_manifest", "check_program"]
 
@@ -111,7 +111,7 @@ def _range(where: str, value: int, most: int, least: int = 1) -> Iterator[tuple[
 def _submodel_faults(where: str, s: Submodel) -> Iterator[tuple[str, str]]:
     yield from _range(f"{where}.batch", s.batch, MOST["batch"])
     yield from _range(f"{where}.rows", s.rows, MOST["rows"])
-    yield from _range(f"{where}.q_len", s.q_len, MOST["rows"])
+    yield from _range(f"{where}.q_len", s.q_len, MOST_EXTEND if s.role is Role.EXTEND else MOST["rows"])
     yield from _range(f"{where}.context", s.context, MOST["context"])
 
 

@@ -40,10 +40,13 @@ class _Size:
 def draft_submodels(
     prefill: Lowered, decode: Lowered, kv: KVSpec, options: CompileOptions, context: int, shards: Shards
 ) -> tuple[Draft, ...]:
-    """One prefill that takes chunks of as many lanes as the largest batch, and a decode per batch; their tensors are noted in `shards`."""
-    rows = min(options.prefill_rows, context)
-    sizes = [_Size(Role.PREFILL, max(options.batches), rows, rows, context)]
-    sizes += [_Size(Role.DECODE, batch, 1, batch, context) for batch in sorted(options.batches)]
+    """One prefill that takes chunks of as many lanes as the largest batch, and per batch a decode and an extend; their tensors are noted in
+    `shards`."""
+    rows, batches = min(options.prefill_rows, context), sorted(options.batches)
+    sizes = [_Size(Role.PREFILL, max(batches), rows, rows, context)]
+    sizes += [_Size(Role.DECODE, batch, 1, batch, context) for batch in batches]
+    if options.extend:
+        sizes += [_Size(Role.EXTEND, batch, options.extend, min(batch * options.extend, rows), context) for batch in batches]
     return tuple(_draft(size, prefill if size.role is Role.PREFILL else decode, kv, shards) for size in sizes)
 
 
