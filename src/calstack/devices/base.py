@@ -100,6 +100,7 @@ class LaneInput:
     adapter: int = 0  # reserved: adapter slot, 0 = none
     emit_rows: int = 1  # with emit, of the last rows those that a token is sampled after; more than 1 (at most MOST_EXTEND) only on
     # an `extend` submodel. Row j of them draws output index draw.index + j, with the ids before it in the launch in its history
+    types: Sequence[int] = ()  # of an encoder's lane: cur_len segments; none given = all 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ class LaneOutput:
     top_logprobs: tuple[float, ...]
     logits: npt.NDArray[np.float32] | None  # [rows, vocab]
     before: tuple[RowOutput, ...] = ()  # of the sampled rows before the last
+    embedding: npt.NDArray[np.float32] | None = None  # [hidden], of an encoder that pools
+    scores: npt.NDArray[np.float32] | None = None  # [labels], of an encoder that classifies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
