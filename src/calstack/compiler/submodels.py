@@ -54,11 +54,11 @@ def draft_submodels(
     """One prefill that takes chunks of as many lanes as the largest batch, and per batch a decode and an extend; of an encoder
     one submodel that takes whole texts. Their tensors are noted in `shards`."""
     rows = min(options.prefill_rows, context)
-    most = max(options.batches)
+    most, batches = max(options.batches), sorted(options.batches)
     sizes = [_Size(Role.PREFILL, most, rows, rows, context)]
-    sizes += [_Size(Role.DECODE, batch, 1, batch, context) for batch in sorted(options.batches)]
+    sizes += [_Size(Role.DECODE, batch, 1, batch, context) for batch in batches]
     if options.extend:
-        sizes += [_Size(Role.EXTEND, batch, options.extend, min(batch * options.extend, rows), context) for batch in sorted(options.batches)]
+        sizes += [_Size(Role.EXTEND, batch, options.extend, min(batch * options.extend, rows), context) for batch in batches]
     sizes.append(_Size(Role.ENCODE, most, context, max(options.prefill_rows, context), context))
     return tuple(_draft(size, lowered[size.graph], kv, shards) for size in sizes if size.graph in lowered)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal, TypeVar
 
-from calstack.devices.base import Completion, LaneOutput
+from calstack.devices.base import Completion, LaneOutput, RowOutput
 from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.constraints import GrammarReady
 from calstack.engine.costs import StepCosts, wait_estimate_s
@@ -211,12 +211,10 @@ class Core:
         if done.completion is None:
             self._failed(flight, done.error or DeviceError("the launch failed", where=flight.submodel), now_ns)
             return
-        useful = sum(lane.count for lane in flight.lanes if lane.live and lane.guess < 0)
+        useful = sum(lane.count - len(lane.guesses) for lane in flight.lanes if lane.live)
         for lane, output in zip(flight.lanes, done.completion.lanes, strict=True):
-            if lane.live and lane.confirmed:
-                useful += lane.guess >= 0
-                self._lane_done(lane, output, now_ns)
-        settle(flight, self.counters)
+            if lane.live:
+                useful += self._lane_done(lane, output, now_ns)
         self._account(flight, done.completion, useful)
 
     def _failed(self, flight: Flight, error: DeviceError, now_ns: int) -> None:
@@ -237,29 +235,43 @@ class Core:
         else:
             self.lanes.requeue(seq)
 
-    def _lane_done(self, lane: LaneRef, output: LaneOutput, now_ns: int) -> None:
+    def _lane_done(self, lane: LaneRef, output: LaneOutput, now_ns: int) -> int:
+        """Take what a lane gave; how many of its guesses came true."""
         seq = lane.seq
-        seq.done = lane.end
+        seq.done = lane.end - len(lane.guesses)
         self.lanes.publish(seq)
         if seq.scored and output.logits is not None:
             self._out.prompt(seq.request, *lane.scores(output.logits))
         if not lane.emit:
-            return
-        seq.pending.popleft()
-        if not seq.drafting:
-            seq.acceptance.forgive()
+            return 0
         seq.solo = seq.submit.alone
         seq.first_token_ns = seq.first_token_ns or now_ns
-        if output.token in seq.stops:
-            self._end(seq, "stop", now_ns, stop_id=output.token)
+        accepted = 0
+        for row, guess in zip((*output.before, output), (*lane.guesses, None), strict=True):
+            seq.pending.popleft()
+            self._row_done(seq, row, now_ns)
+            if row.token != guess or not lane.live:
+                break
+            accepted += 1
+        if lane.guesses:
+            settle(lane, accepted, self.counters)
+            self.lanes.publish(seq)
+        else:
+            seq.acceptance.forgive()
+        return accepted
+
+    def _row_done(self, seq: Sequence, row: RowOutput | LaneOutput, now_ns: int) -> None:
+        """Take one sampled id."""
+        if row.token in seq.stops:
+            self._end(seq, "stop", now_ns, stop_id=row.token)
             return
-        if not self._learn(seq, output.token, now_ns):
+        if not self._learn(seq, row.token, now_ns):
             return
         self.counters["tokens"] += 1
         logprob = None
         if seq.submit.top_logprobs >= 0:
-            logprob = TokenLogprob(logprob=output.logprob, top_ids=output.top_ids, top_logprobs=output.top_logprobs)
-        self._out.token(seq.request, output.token, logprob)
+            logprob = TokenLogprob(logprob=row.logprob, top_ids=row.top_ids, top_logprobs=row.top_logprobs)
+        self._out.token(seq.request, row.token, logprob)
         if seq.constraint is not None and seq.mask is None:
             self._end(seq, "stop", now_ns)
         elif len(seq.output) >= seq.limit:
@@ -282,7 +294,7 @@ class Core:
         busy = c.h2d_ns + c.infer_ns + c.d2h_ns
         framework = max(0, c.finished_ns - busy - max(self._device_ns, self._work_ns))
         self._device_ns = c.finished_ns
-        note_costs(flight, busy, useful, self.costs, self.counters, self.running)
+        note_costs(flight, busy, framework, useful, self.costs, self.counters, self.running)
         self._ended.append((c, times_of(flight, flight.rows, useful, c, framework)))
 
     def _end(
