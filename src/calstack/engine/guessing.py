@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from calstack.engine.costs import StepCosts, best_guesses
 from calstack.engine.flight import Flight, LaneRef
+from calstack.engine.options import EngineOptions
 from calstack.engine.scheduler import Planner
 from calstack.runtime.facts import Extent, SubmodelFacts
 from calstack.runtime.plan import LaunchPlan
@@ -25,19 +26,22 @@ __all__ = ["launch_with_guesses", "settle"]
 
 
 def launch_with_guesses(
-    plan_id: int, granted: Ids[Sequence], lanes: Lanes, planner: Planner, costs: StepCosts, most: int
+    plan_id: int, granted: Ids[Sequence], lanes: Lanes, planner: Planner, costs: StepCosts, options: EngineOptions
 ) -> tuple[Flight, LaunchPlan] | None:
-    """An extend launch of all requests that checks at most `most` guesses of each, as many as pay.
+    """An extend launch of all requests that checks guesses of each, as many as pay.
 
     None where there are no guesses, where they do not pay, or where no submodel takes all the requests.
     """
-    found = [seq.guess(lanes.spare(seq, min(most, planner.most_guesses))) for seq in granted]
+    most = min(options.max_guesses, planner.most_guesses)
+    found = [seq.guess(lanes.spare(seq, most)) for seq in granted]
     if not any(found):
         return None
     plain = planner.decode([seq.planned for seq in granted])
     if plain is None or len(plain.lanes) < len(granted):
         return None
-    counts = best_guesses([seq.acceptance.expected for seq in granted], [len(some) for some in found], costs, plain.submodel.key)
+    counts = [len(some) for some in found]
+    if options.adapt_guesses:
+        counts = best_guesses([seq.acceptance.expected for seq in granted], counts, costs, plain.submodel.key)
     while any(counts):
         submodel = planner.extend([Extent(seq.planned, 1 + count) for seq, count in zip(granted, counts, strict=True)])
         if submodel is not None:

@@ -137,7 +137,7 @@ def test_lookup_grown_step_by_step_is_lookup_grown_at_once(prompt: list[int], ou
 def test_guesses_are_taken_along_only_where_they_give_more_ids_a_second() -> None:
     costs = StepCosts()
     costs.decode("plain", 1_000_000)
-    for rows, ns in ((1, 1_000_000), (4, 1_500_000), (5, 9_000_000)):
+    for rows, ns in ((1, 1_000_000), (2, 1_300_000), (4, 1_500_000), (5, 9_000_000)):
         costs.extend(rows, ns)
     sure, poor = Acceptance(), Acceptance()
     sure.share, poor.share = 0.95, 0.05
