@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Literal
 
 from calstack.devices.base import Completion, LaneOutput
 from calstack.engine.admission import check_submit, output_limit
@@ -20,18 +20,17 @@ from calstack.engine.guessing import launch_with_guesses, settle
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
-from calstack.engine.result import Outbox, StepResult, error_value
+from calstack.engine.result import Outbox, StepResult, error_value, taken
 from calstack.engine.scheduler import Choice, Planner
 from calstack.engine.sequence import Phase, Sequence
 from calstack.errors import CalstackError, DeadlineError, DeviceError, OverloadedError, UnavailableError
 from calstack.runtime.facts import CalbinFacts, Extent
 from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent
-from calstack.wire import Cancel, Drain, Finish, LaunchTimes, Submit, TokenLogprob
+from calstack.wire import Cancel, Drain, Encode, Finish, LaunchTimes, Submit, TokenLogprob
 
 __all__ = ["Core", "CoreEvent"]
 
-CoreEvent = Submit | Cancel | Drain | GrammarReady | RuntimeEvent
-T = TypeVar("T")
+CoreEvent = Submit | Encode | Cancel | Drain | GrammarReady | RuntimeEvent
 
 
 class Core:
@@ -75,10 +74,11 @@ class Core:
             freed = self.pool.uncommitted()
         return StepResult(
             launches=launches,
+            encoded=self._out.take_encoded(),
             tokens=self._out.take(),
-            ended=_taken(self._ended),
-            grammars=_taken(self._grammars),
-            masks=(*_taken(self._masks), *(LateMask(*lane, None) for lane in _taken(self.lanes.abandoned))),
+            ended=taken(self._ended),
+            grammars=taken(self._grammars),
+            masks=(*taken(self._masks), *(LateMask(*lane, None) for lane in taken(self.lanes.abandoned))),
             free_blocks=tuple(freed),
             wake_ns=self._wake(),
             work=bool(self._live),
@@ -117,6 +117,8 @@ class Core:
         match event:
             case Submit():
                 self._submit(event, now_ns)
+            case Encode():
+                self._out.refuse(event)
             case Cancel():
                 seq = self._live.get(event.request)
                 if seq is not None:
@@ -391,10 +393,3 @@ class Core:
         self._last = flight.kind
         self._flights[plan.id] = flight
         return plan
-
-
-def _taken(items: list[T]) -> tuple[T, ...]:
-    """The items, and the list is empty."""
-    taken = tuple(items)
-    items.clear()
-    return taken
