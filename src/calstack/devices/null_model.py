@@ -190,6 +190,8 @@ class Job:
 
 
 def _answer(loaded: Loaded, lane: LaneInput, tokens: Sequence[int], script: _Script | None) -> LaneOutput:
+    if (encoder := loaded.manifest.model.encoder) is not None:
+        return _encoded(lane, tokens, loaded.manifest.model.hidden if encoder.pooling != "none" else 0, len(encoder.labels))
     states = loaded.append(lane, tokens)
     count = lane.emit_rows if lane.emit and states else 0
     rows = [_row(lane, _one_row(lane, tokens, j), states[len(states) - count + j], loaded, script) for j in range(count)]
@@ -216,6 +218,18 @@ def _row(lane: LaneInput, row: LaneInput, state: int, loaded: Loaded, script: _S
         logprob=-0.5 if token >= 0 and lane.top_logprobs >= 0 else math.nan,
         top_ids=tuple((token + i) % loaded.bounds.vocab for i in range(top)),
         top_logprobs=tuple(-0.5 - i for i in range(top)),
+    )
+
+
+def _encoded(lane: LaneInput, tokens: Sequence[int], hidden: int, labels: int) -> LaneOutput:
+    """Numbers in -1..1 that depend on the text alone."""
+    state = _EMPTY
+    for value in (*tokens, *lane.types):
+        state = mix(state, int(value))
+    values = np.array([mix(state, i) % 2001 / 1000 - 1 for i in range(hidden + labels)], np.float32)
+    embedding, scores = values[:hidden] if hidden else None, values[hidden:] if labels else None
+    return LaneOutput(
+        token=-1, logprob=math.nan, top_ids=(), top_logprobs=(), logits=None, embedding=embedding if lane.cur_len else None, scores=scores
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Literal
 
 from calstack.devices.base import Completion, LaneOutput, RowOutput
 from calstack.engine.admission import check_submit, output_limit
@@ -20,18 +20,17 @@ from calstack.engine.guessing import settle
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
-from calstack.engine.result import Outbox, StepResult, error_value
+from calstack.engine.result import Outbox, StepResult, error_value, taken
 from calstack.engine.sequence import Phase, Sequence
 from calstack.engine.steps import Steps
 from calstack.errors import CalstackError, DeadlineError, DeviceError, OverloadedError, UnavailableError
 from calstack.runtime.facts import CalbinFacts
 from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, RuntimeEvent
-from calstack.wire import Cancel, Drain, Finish, LaunchTimes, Submit, TokenLogprob
+from calstack.wire import Cancel, Drain, Encode, Finish, LaunchTimes, Submit, TokenLogprob
 
 __all__ = ["Core", "CoreEvent"]
 
-CoreEvent = Submit | Cancel | Drain | GrammarReady | RuntimeEvent
-T = TypeVar("T")
+CoreEvent = Submit | Encode | Cancel | Drain | GrammarReady | RuntimeEvent
 
 
 class Core:
@@ -73,10 +72,11 @@ class Core:
             freed = self.pool.uncommitted()
         return StepResult(
             launches=launches,
+            encoded=self._out.take_encoded(),
             tokens=self._out.take(),
-            ended=_taken(self._ended),
-            grammars=_taken(self._grammars),
-            masks=(*_taken(self._masks), *(LateMask(*lane, None) for lane in _taken(self.lanes.abandoned))),
+            ended=taken(self._ended),
+            grammars=taken(self._grammars),
+            masks=(*taken(self._masks), *(LateMask(*lane, None) for lane in taken(self.lanes.abandoned))),
             free_blocks=tuple(freed),
             wake_ns=self._wake(),
             work=bool(self._live),
@@ -115,6 +115,8 @@ class Core:
         match event:
             case Submit():
                 self._submit(event, now_ns)
+            case Encode():
+                self._out.refuse(event)
             case Cancel():
                 seq = self._live.get(event.request)
                 if seq is not None:
@@ -335,10 +337,3 @@ class Core:
         if self.lanes.blocked is not None and self.options.kv_wait_timeout_s:
             times.append(self.lanes.blocked_ns + int(self.options.kv_wait_timeout_s * 1e9) + 1)
         return min(times, default=None)
-
-
-def _taken(items: list[T]) -> tuple[T, ...]:
-    """The items, and the list is empty."""
-    taken = tuple(items)
-    items.clear()
-    return taken
