@@ -25,6 +25,7 @@ from calstack.devices.base import (
     Launch,
     OpenOptions,
     QueueFull,
+    RowOutput,
     Ticket,
 )
 from calstack.devices.checks import Bounds, check_launch
@@ -221,13 +222,19 @@ def _hashes(chip: tuple[int, bytes]) -> npt.NDArray[np.uint64]:
     return np.frombuffer(chip[1], np.uint64).reshape(-1, chip[0])
 
 
+def _lane(result: tuple[Any, ...]) -> LaneOutput:
+    (token, logprob, top_ids, top_logprobs), logits, before, embedding, scores = result
+    rows = tuple(RowOutput(*row) for row in before)
+    return LaneOutput(token, logprob, top_ids, top_logprobs, logits, rows, embedding, scores)
+
+
 def _completion(ticket: Ticket, result: tuple[Any, ...]) -> Completion:
     outcome, message, times, lanes, calls, prints = result
     submitted, started, finished, h2d, infer, d2h, h2d_bytes, d2h_bytes = times
     error = _OUTCOMES[outcome](message, where="cpu", remedy="submit the launch again") if outcome else None
     return Completion(
         ticket=ticket,
-        lanes=tuple(LaneOutput(*lane) for lane in lanes),
+        lanes=tuple(map(_lane, lanes)),
         submitted_ns=submitted,
         started_ns=started,
         finished_ns=finished,
