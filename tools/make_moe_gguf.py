@@ -3,18 +3,23 @@
 Usage: python tools/make_moe_gguf.py CONFIG.json TOKENIZER.gguf TARGET.gguf [--layers 4] [--type Q4_1]   (needs `gguf`)
 
 Blocks are drawn directly (seed fixed), so that gigabytes take seconds: codes uniform, one scale per tensor, minima that centre them.
+Memory holds one tensor at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import quant_shape_to_byte_shape
 
 SPREAD = 0.02  # standard deviation of the weights
 STEP = SPREAD / np.sqrt((16**2 - 1) / 12)  # of uniform 4-bit codes
@@ -59,34 +64,65 @@ def describe(writer: GGUFWriter, config: dict[str, Any], layers: int, vocab: int
     writer.add_vocab_size(vocab)
 
 
-def add_tensors(writer: GGUFWriter, config: dict[str, Any], layers: int, vocab: int, kind: str) -> None:
-    """Every tensor of the model."""
-    rng = np.random.default_rng(1)
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor to come: in blocks of `kind`, or f32 around a value."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str = "F32"
+    around: float = 0.0
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of the bytes (blocks) or of the floats."""
+        return self.shape if self.kind == "F32" else quant_shape_to_byte_shape(self.shape, GGMLQuantizationType[self.kind])
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.stored) * (4 if self.kind == "F32" else 1)
+
+    def draw(self, rng: np.random.Generator) -> npt.NDArray[Any]:
+        """Its values."""
+        if self.kind == "F32":
+            return (self.around + SPREAD * rng.standard_normal(self.shape)).astype(np.float32)
+        return blocks(rng, self.shape, self.kind)
+
+
+def tensors(config: dict[str, Any], layers: int, vocab: int, kind: str) -> Iterator[Tensor]:
+    """Every tensor of the model, in the order of the file."""
     hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
     q, kv, dim = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-
-    def matrix(name: str, *shape: int) -> None:
-        writer.add_tensor(f"{name}.weight", blocks(rng, shape, kind), raw_dtype=GGMLQuantizationType[kind])
-
-    def floats(name: str, *shape: int, around: float = 1.0) -> None:
-        writer.add_tensor(f"{name}.weight", (around + SPREAD * rng.standard_normal(shape)).astype(np.float32))
-
-    matrix("token_embd", vocab, hidden)
+    yield Tensor("token_embd.weight", (vocab, hidden), kind)
     for layer in range(layers):
         at = f"blk.{layer}."
-        floats(f"{at}attn_norm", hidden)
+        yield Tensor(f"{at}attn_norm.weight", (hidden,), around=1.0)
         for name, heads in (("attn_q", q), ("attn_k", kv), ("attn_v", kv)):
-            matrix(at + name, heads * dim, hidden)
-        floats(f"{at}attn_q_norm", dim)
-        floats(f"{at}attn_k_norm", dim)
-        matrix(f"{at}attn_output", hidden, q * dim)
-        floats(f"{at}ffn_norm", hidden)
-        floats(f"{at}ffn_gate_inp", experts, hidden, around=0.0)
-        matrix(f"{at}ffn_gate_exps", experts, inner, hidden)
-        matrix(f"{at}ffn_up_exps", experts, inner, hidden)
-        matrix(f"{at}ffn_down_exps", experts, hidden, inner)
-    floats("output_norm", hidden)
-    matrix("output", vocab, hidden)
+            yield Tensor(f"{at}{name}.weight", (heads * dim, hidden), kind)
+        yield Tensor(f"{at}attn_q_norm.weight", (dim,), around=1.0)
+        yield Tensor(f"{at}attn_k_norm.weight", (dim,), around=1.0)
+        yield Tensor(f"{at}attn_output.weight", (hidden, q * dim), kind)
+        yield Tensor(f"{at}ffn_norm.weight", (hidden,), around=1.0)
+        yield Tensor(f"{at}ffn_gate_inp.weight", (experts, hidden))
+        yield Tensor(f"{at}ffn_gate_exps.weight", (experts, inner, hidden), kind)
+        yield Tensor(f"{at}ffn_up_exps.weight", (experts, inner, hidden), kind)
+        yield Tensor(f"{at}ffn_down_exps.weight", (experts, hidden, inner), kind)
+    yield Tensor("output_norm.weight", (hidden,), around=1.0)
+    yield Tensor("output.weight", (vocab, hidden), kind)
+
+
+def write_tensors(writer: GGUFWriter, wanted: Sequence[Tensor]) -> None:
+    """The header with every tensor's place, then their bytes one after the other."""
+    for t in wanted:
+        raw = None if t.kind == "F32" else GGMLQuantizationType[t.kind]
+        writer.add_tensor_info(t.name, t.stored, np.dtype(np.float32 if raw is None else np.uint8), t.bytes, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    rng = np.random.default_rng(1)
+    for t in wanted:
+        writer.write_tensor_data(t.draw(rng))
 
 
 def main() -> None:
@@ -101,10 +137,7 @@ def main() -> None:
     writer = GGUFWriter(options.target, "qwen3moe", use_temp_file=False)
     vocab = copy_tokenizer(GGUFReader(options.tokenizer), writer)
     describe(writer, config, options.layers, vocab)
-    add_tensors(writer, config, options.layers, vocab, options.type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    write_tensors(writer, list(tensors(config, options.layers, vocab, options.type)))
     writer.close()
 
 

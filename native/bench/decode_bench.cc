@@ -47,7 +47,7 @@ class Model {
   Model(const Options& o, int context)
       : calbin_("/proc/self/exe", KVShape{KVType::bf16, o.at("layers"), o.at("kv-heads"), kHeadDim, (context + kBlockPositions - 1) / kBlockPositions},
                 o.at("vocab")),
-        hidden_(o.at("hidden")), ff_(o.at("ff")), memory_(size_of(o)), vectors_(static_cast<size_t>(8 * std::max(ff_, hidden_)), 1.0f) {
+        hidden_(o.at("hidden")), ff_(o.at("ff")), memory_(size_of(o), Pages::huge), vectors_(static_cast<size_t>(8 * std::max(ff_, hidden_)), 1.0f) {
     calbin_.programs.push_back(std::make_unique<Program>());
     program_ = calbin_.programs.back().get();
     program_->rows = program_->lanes = 1;
@@ -205,8 +205,8 @@ int main(int argc, char** argv) {
     std::sort(v.begin(), v.end());
     double moved = 0;
     int count = 0;
-    for (const Call& c : calls)
-      if (kind(c) == name) moved += static_cast<double>(call_work(c, s.data, model.calbin().kv.shape()).bytes), ++count;
+    for (size_t i = 0; i < calls.size(); ++i)
+      if (kind(calls[i]) == name) moved += static_cast<double>(call_work(calls[i], s.data.spans[i], s.data, model.calbin().kv.shape()).bytes), ++count;
     std::printf("  %-24s %4d calls %8.1f us %7.2f a call %7.1f GB/s\n", name.c_str(), count, v[v.size() / 2], v[v.size() / 2] / count, moved / v[v.size() / 2] / 1e3);
   }
 }

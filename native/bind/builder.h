@@ -25,11 +25,12 @@ class CalbinBuilder {
   // What follows is the next chip's: its shard, and its share of the KV heads.
   void chip(const std::string& params, int kv_heads);
   int program(int rows, int lanes, int context, size_t arena_bytes);
-  void embed(int layer, const WeightArg& w, float scale, const BufArg& out);
+  void embed(int layer, const WeightArg& w, float scale, const BufArg& out, const std::string& index, bool add);
   void rope_table(int layer, const VectorArg& inv_freq, double factor, const BufArg& out);
   void norm_linear(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, const std::optional<VectorArg>& bias,
                    const std::optional<std::string>& gated, const BufArg& out);
-  void linear(int layer, const BufArg& x, const WeightArg& w, const std::optional<VectorArg>& bias, bool residual, const BufArg& out);
+  void linear(int layer, const BufArg& x, const WeightArg& w, const std::optional<VectorArg>& bias, bool residual,
+              const std::optional<std::string>& act, const BufArg& out);
   void qk_norm_rope_kv(int layer, const BufArg& qkv, const BufArg& table, int kv_layer, const HeadsArg& h, int rope_dim,
                        const std::optional<VectorArg>& q_norm, const std::optional<VectorArg>& k_norm, float eps);
   void attention(int layer, const BufArg& qkv, int kv_layer, const HeadsArg& h, float scale, int window, float softcap, const BufArg& out);
@@ -37,6 +38,11 @@ class CalbinBuilder {
                float softcap, int first);
   void all_gather(int layer, const std::vector<BufArg>& parts, const BufArg& out, bool add);
   void norm_add(int layer, const BufArg& x, const VectorArg& norm, float eps, const BufArg& residual);
+  void layer_norm(int layer, const BufArg& x, const VectorArg& norm, const VectorArg& bias, float eps, const BufArg& out);
+  void encoder_attention(int layer, const BufArg& qkv, const BufArg& kv, int kv_rows, const HeadsArg& h, float scale, const BufArg& out);
+  void pool(int layer, const BufArg& x, const std::string& how, bool normalise);
+  void classify(int layer, const BufArg& x, const WeightArg& w, const std::optional<VectorArg>& bias, const WeightArg& head,
+                const std::optional<VectorArg>& head_bias);
   void moe_route(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, int top_k, bool renormalise,
                  const std::vector<int>& starts, const BufArg& out);
   void moe_experts(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& up, const WeightArg& down,
@@ -48,6 +54,7 @@ class CalbinBuilder {
   Program& last();
   Call& add(Op op, int layer);
   Buf buf(const BufArg& b, int width);
+  Buf buf(const BufArg& b, int width, int rows);
   const uint8_t* bytes(size_t offset, size_t needed, size_t there);
   const float* vector(const std::optional<VectorArg>& v, int n);
   void weight(Call& c, const WeightArg& w, int k);

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "builder.h"
 #include "read_python.h"
@@ -54,7 +55,17 @@ nb::object logits_array(Lane& lane, int vocab) {
   return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(data, 2, shape, owner));
 }
 
-nb::tuple lane_result(Lane& lane, int vocab) {
+// What an encoder gives of a text: a copy, for the slot is used again.
+nb::object vector_array(const float* values, int count) {
+  if (count == 0) return nb::none();
+  float* data = new float[static_cast<size_t>(count)];
+  std::memcpy(data, values, static_cast<size_t>(count) * sizeof(float));
+  nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  const size_t shape[] = {static_cast<size_t>(count)};
+  return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<1>>(data, 1, shape, owner));
+}
+
+nb::tuple lane_result(Lane& lane, const Calbin& calbin) {
   nb::list ids, logprobs;
   for (int i = 0; i < lane.n_top; ++i) {
     ids.append(lane.top_ids[i]);
@@ -62,15 +73,16 @@ nb::tuple lane_result(Lane& lane, int vocab) {
   }
   const bool scored = lane.emit && lane.sampling.top_logprobs >= 0;
   return nb::make_tuple(lane.token, scored ? static_cast<double>(lane.logprob) : std::nan(""), nb::tuple(ids), nb::tuple(logprobs),
-                        logits_array(lane, vocab));
+                        logits_array(lane, calbin.vocab), vector_array(lane.embedding, lane.cur > 0 ? calbin.embedding : 0),
+                        vector_array(lane.scores, lane.cur > 0 ? calbin.labels : 0));
 }
 
 nb::list profile(const Slot& slot, const KVShape& kv) {
   nb::list out;
   const auto& calls = slot.data.program->calls;
   for (size_t i = 0; i < calls.size() && slot.data.profile; ++i) {
-    const CallWork work = call_work(calls[i], slot.data, kv);
     const CallSpan& span = slot.data.spans[i];
+    const CallWork work = call_work(calls[i], span, slot.data, kv);
     out.append(nb::make_tuple(op_name(calls[i].op), calls[i].layer, span.start_ns, span.ns, work.bytes, work.ops));
   }
   return out;
@@ -87,7 +99,7 @@ nb::object wait(CpuDevice& device, int64_t ticket, double timeout_s) {
   const Calbin& calbin = device.calbin(slot->calbin_id);
   nb::list lanes, calls;
   if (slot->outcome == Outcome::ok) {
-    for (int i = 0; i < slot->data.lanes; ++i) lanes.append(lane_result(slot->data.lane[static_cast<size_t>(i)], calbin.vocab));
+    for (int i = 0; i < slot->data.lanes; ++i) lanes.append(lane_result(slot->data.lane[static_cast<size_t>(i)], calbin));
     calls = profile(*slot, calbin.kv.shape());
   }
   const bool ran = slot->outcome == Outcome::ok || slot->outcome == Outcome::failed;

@@ -26,14 +26,16 @@ WFmt format_named(const std::string& name) {
 Epilogue epilogue_named(const std::string& name) {
   if (name == "store") return Epilogue::store;
   if (name == "residual") return Epilogue::residual;
-  require(name == "gated", "[kernels] epilogue must be store, residual or gated");
+  if (name == "activated") return Epilogue::activated;
+  require(name == "gated", "[kernels] epilogue must be store, residual, activated or gated");
   return Epilogue::gated;
 }
 
 Act act_named(const std::string& name) {
   if (name == "silu") return Act::silu;
   if (name == "gelu_tanh") return Act::gelu_tanh;
-  require(name == "gelu", "[kernels] act must be silu, gelu_tanh or gelu");
+  if (name == "tanh") return Act::tanh;
+  require(name == "gelu", "[kernels] act must be silu, gelu_tanh, gelu or tanh");
   return Act::gelu;
 }
 
@@ -124,6 +126,22 @@ auto embed_rows(const std::string& isa, const PyWeight& w, Array<const int32_t, 
   return out;
 }
 
+auto layer_norm_rows(const std::string& isa, F32Rows x, Array<const float, 1> weight, Array<const float, 1> bias, float eps) {
+  const size_t rows = x.shape(0), n = x.shape(1);
+  require(weight.size() == n && bias.size() == n, "[kernels] weight and bias must have n values");
+  auto y = zeros<float>(rows, n);
+  table_named(isa).layer_norm_rows(x.data(), n, weight.data(), bias.data(), eps, y.data(), n, (int)n, 0, (int)rows);
+  return y;
+}
+
+auto pool_rows(const std::string& isa, F32Rows x, const std::string& how, bool normalise) {
+  require(x.shape(0) > 0 && (how == "mean" || how == "cls"), "[kernels] at least one row, pooled by mean or cls");
+  auto out = zeros<float>(1, x.shape(1));
+  const Pooling pooling = how == "mean" ? Pooling::mean : Pooling::cls;
+  table_named(isa).pool_rows(x.data(), x.shape(1), (int)x.shape(0), (int)x.shape(1), pooling, normalise, out.data());
+  return out;
+}
+
 auto moe_route(const std::string& isa, F32Rows z, int top_k, bool renormalise) {
   const size_t rows = z.shape(0), experts = z.shape(1);
   require(top_k >= 1 && top_k <= kMostChosen && (size_t)top_k <= experts && experts <= (size_t)kMostExperts, "[kernels] top_k is out of range");
@@ -178,6 +196,9 @@ void init_kernels(nb::module_& core) {
   m.def("linear_f", &linear_f, nb::arg("isa"), nb::arg("weight"), nb::arg("x"), nb::arg("out"), nb::arg("bias") = nb::none(),
         nb::arg("epilogue") = "store", nb::arg("act") = "silu", nb::arg("blocks") = nb::none(),
         "Writes f32 products into out [rows, >= columns].");
+  m.def("layer_norm_rows", &layer_norm_rows, nb::arg("isa"), nb::arg("x"), nb::arg("weight"), nb::arg("bias"), nb::arg("eps"),
+        "Layer norm of rows, f32.");
+  m.def("pool_rows", &pool_rows, nb::arg("isa"), nb::arg("x"), nb::arg("how"), nb::arg("normalise"), "One row of x [rows, n]: [1, n].");
   m.def("moe_route", &moe_route, nb::arg("isa"), nb::arg("z"), nb::arg("top_k"), nb::arg("renormalise"),
         "weights f32 and experts i32 [rows, top_k] of router logits [rows, experts].");
   m.def("moe_combine", &moe_combine, nb::arg("isa"), nb::arg("weights"), nb::arg("parts"), nb::arg("out"),

@@ -56,9 +56,11 @@ void qk_norm_rope_kv(const std::string& isa, PyCache& cache, Array<float, 2> qkv
   for (size_t i = 0; i < rows; ++i) cache.check(lanes.data()[i], positions.data()[i]);
   require(!table || (table->shape(0) == rows && table->shape(1) <= dim), "[kernels] the rope table must be [rows, <= head_dim]");
   require((!q_norm || q_norm->size() == dim) && (!k_norm || k_norm->size() == dim), "[kernels] q and k norms must have head_dim values");
-  table_named(isa).qk_norm_rope_kv(qkv.data(), qkv.shape(1), table ? table->data() : nullptr, table ? table->shape(1) : 0,
-                                   table ? (int)table->shape(1) : 0, data_or_null(q_norm), data_or_null(k_norm), eps, cache.shape, cache.view,
-                                   lanes.data(), positions.data(), 0, (int)rows);
+  const KernelTable& t = table_named(isa);
+  const int heads = cache.shape.kv_heads, half = &t == kernels_reference() ? heads : heads / 2;  // in two parts against the reference's one
+  for (const auto& [h0, h1] : {std::pair(0, half), std::pair(half, heads)})
+    t.qk_norm_rope_kv(qkv.data(), qkv.shape(1), table ? table->data() : nullptr, table ? table->shape(1) : 0, table ? (int)table->shape(1) : 0,
+                      data_or_null(q_norm), data_or_null(k_norm), eps, cache.shape, cache.view, lanes.data(), positions.data(), 0, (int)rows, h0, h1);
 }
 
 void check_rows(const PyCache& cache, const Array<const float, 2>& qkv, int lane, const Ints& positions) {

@@ -28,6 +28,8 @@ int index_of(const std::array<const char*, N>& names, const std::string& name, c
 
 constexpr std::array<const char*, 6> kFormats{"w4a8", "w8a8", "w4a16", "bf16", "f16", "f32"};
 constexpr std::array<const char*, 3> kActs{"silu", "gelu_tanh", "gelu"};
+constexpr std::array<const char*, 3> kIndices{"ids", "types", "positions"};
+constexpr std::array<const char*, 2> kPoolings{"mean", "cls"};
 constexpr int kMostChips = 16;
 constexpr std::array<const char*, 4> kKVTypes{"f32", "bf16", "bf16_v8", "i8"};
 
@@ -112,10 +114,12 @@ Call& CalbinBuilder::add(Op op, int layer) {
   return c;
 }
 
-Buf CalbinBuilder::buf(const BufArg& b, int width) {
+Buf CalbinBuilder::buf(const BufArg& b, int width) { return buf(b, width, last().rows); }
+
+Buf CalbinBuilder::buf(const BufArg& b, int width, int rows) {
   const auto [offset, w] = b;
   const Program& p = last();
-  const size_t bytes = static_cast<size_t>(p.rows) * static_cast<size_t>(w) * sizeof(float);
+  const size_t bytes = static_cast<size_t>(rows) * static_cast<size_t>(w) * sizeof(float);
   if (w <= 0 || (width > 0 && w != width)) refuse("a buffer of width " + std::to_string(w) + " where " + std::to_string(width) + " is needed");
   if (offset % 64 != 0 || offset > p.arena_bytes || bytes > p.arena_bytes - offset) refuse("a buffer lies outside the arena");
   return {offset, w};
@@ -151,10 +155,14 @@ void CalbinBuilder::weight(Call& c, const WeightArg& w, int k) {
   c.weight_bytes = needed;
 }
 
-void CalbinBuilder::embed(int layer, const WeightArg& w, float scale, const BufArg& out) {
-  Call& c = add(Op::embed, layer);
+void CalbinBuilder::embed(int layer, const WeightArg& w, float scale, const BufArg& out, const std::string& index, bool add) {
+  Call& c = this->add(Op::embed, layer);
   weight(c, w, 0);
-  if (c.weight.n < calbin_->vocab) refuse("the embedding has fewer rows than the vocabulary");
+  c.index = static_cast<Index>(index_of(kIndices, index, "index"));
+  c.add = add;
+  if (c.index == Index::ids && c.weight.n < calbin_->vocab) refuse("the embedding has fewer rows than the vocabulary");
+  if (c.index == Index::positions && c.weight.n < last().context) refuse("the embedding has fewer rows than the context");
+  if (c.index == Index::types) calbin_->types = calbin_->types == 0 ? c.weight.n : std::min(calbin_->types, c.weight.n);
   c.scale = scale;
   c.out = buf(out, c.weight.k);
 }
@@ -180,12 +188,14 @@ void CalbinBuilder::norm_linear(int layer, const BufArg& x, const VectorArg& nor
 }
 
 void CalbinBuilder::linear(int layer, const BufArg& x, const WeightArg& w, const std::optional<VectorArg>& bias, bool residual,
-                           const BufArg& out) {
+                           const std::optional<std::string>& act, const BufArg& out) {
   Call& c = add(Op::linear, layer);
   c.x = buf(x, 0);
   weight(c, w, c.x.width);
   c.bias = vector(bias, c.weight.n);
-  c.epilogue = residual ? Epilogue::residual : Epilogue::store;
+  if (residual && act) refuse("a product is added or activated, not both");
+  if (act) c.act = static_cast<Act>(index_of(kActs, *act, "activation"));
+  c.epilogue = residual ? Epilogue::residual : act ? Epilogue::activated : Epilogue::store;
   c.out = buf(out, c.weight.n);
 }
 
@@ -256,6 +266,55 @@ void CalbinBuilder::norm_add(int layer, const BufArg& x, const VectorArg& norm, 
   c.out = buf(residual, c.x.width);
 }
 
+void CalbinBuilder::layer_norm(int layer, const BufArg& x, const VectorArg& norm, const VectorArg& bias, float eps, const BufArg& out) {
+  Call& c = add(Op::layer_norm, layer);
+  c.x = buf(x, 0);
+  c.norm = {vector(norm, c.x.width), eps};
+  c.bias = vector(bias, c.x.width);
+  c.out = buf(out, c.x.width);
+}
+
+// `kv` has room for the blocks of all lanes, each lane's first block being its own.
+void CalbinBuilder::encoder_attention(int layer, const BufArg& qkv, const BufArg& kv, int kv_rows, const HeadsArg& h, float scale,
+                                      const BufArg& out) {
+  Call& c = add(Op::encoder_attention, layer);
+  const auto [heads, kv_heads, head_dim] = h;
+  if (kv_heads <= 0 || head_dim <= 0 || heads <= 0 || heads % kv_heads != 0) refuse("heads must be a multiple of KV heads");
+  const Program& p = last();
+  if (kv_rows < kBlockPositions * (p.rows / kBlockPositions + p.lanes)) refuse("the keys and values have too few rows");
+  c.attn = {heads, kv_heads, head_dim, 0, scale, 0.0f};
+  c.x = buf(qkv, (heads + 2 * kv_heads) * head_dim);
+  c.table = buf(kv, 2 * kv_heads * head_dim, kv_rows);
+  c.out = buf(out, heads * head_dim);
+}
+
+void CalbinBuilder::pool(int layer, const BufArg& x, const std::string& how, bool normalise) {
+  Call& c = add(Op::pool, layer);
+  c.x = buf(x, 0);
+  c.pooling = static_cast<Pooling>(index_of(kPoolings, how, "pooling"));
+  c.normalise = normalise;
+  if (calbin_->embedding != 0 && calbin_->embedding != c.x.width) refuse("embeddings of two widths");
+  calbin_->embedding = c.x.width;
+}
+
+void CalbinBuilder::classify(int layer, const BufArg& x, const WeightArg& w, const std::optional<VectorArg>& bias, const WeightArg& head,
+                             const std::optional<VectorArg>& head_bias) {
+  Call& c = add(Op::classify, layer);
+  c.x = buf(x, 0);
+  weight(c, head, 0);
+  c.down = c.weight;
+  const size_t head_bytes = c.weight_bytes;
+  weight(c, w, c.x.width);
+  c.weight_bytes += head_bytes;
+  if (c.down.k != c.weight.n) refuse("the classifier's products do not fit each other");
+  c.bias = vector(bias, c.weight.n);
+  c.down_bias = vector(head_bias, c.down.n);
+  c.act = Act::tanh;
+  c.epilogue = Epilogue::activated;
+  if (calbin_->labels != 0 && calbin_->labels != c.down.n) refuse("classifiers of two sizes");
+  calbin_->labels = c.down.n;
+}
+
 void CalbinBuilder::moe_route(int layer, const BufArg& x, const VectorArg& norm, float eps, const WeightArg& w, int top_k, bool renormalise,
                               const std::vector<int>& starts, const BufArg& out) {
   Call& c = add(Op::moe_route, layer);
@@ -313,23 +372,27 @@ void init_program(nb::module_& m) {
       .def("__init__",
            [](CalbinBuilder* self, const std::string& params, int vocab, const std::string& kv_dtype, int layers, int kv_heads, int head_dim,
               int blocks) {
-             if (vocab <= 0 || layers <= 0 || kv_heads <= 0 || head_dim <= 0 || blocks <= 0) refuse("sizes must be positive");
+             if (vocab <= 0 || layers < 0 || kv_heads <= 0 || head_dim <= 0 || blocks < (layers > 0 ? 1 : 0)) refuse("sizes must be positive");
              if (head_dim % 2 != 0) refuse("head_dim must be even");
              new (self) CalbinBuilder(params, vocab, {kv_type(kv_dtype), layers, kv_heads, head_dim, blocks});
            },
            "params"_a, "vocab"_a, "kv_dtype"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "blocks"_a)
       .def("chip", &CalbinBuilder::chip, "params"_a, "kv_heads"_a)
       .def("program", &CalbinBuilder::program, "rows"_a, "lanes"_a, "context"_a, "arena_bytes"_a)
-      .def("embed", &CalbinBuilder::embed, "layer"_a, "weight"_a, "scale"_a, "out"_a)
+      .def("embed", &CalbinBuilder::embed, "layer"_a, "weight"_a, "scale"_a, "out"_a, "index"_a, "add"_a)
       .def("rope_table", &CalbinBuilder::rope_table, "layer"_a, "inv_freq"_a, "attention_factor"_a, "out"_a)
       .def("norm_linear", &CalbinBuilder::norm_linear, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "bias"_a.none(), "gated"_a.none(), "out"_a)
-      .def("linear", &CalbinBuilder::linear, "layer"_a, "x"_a, "weight"_a, "bias"_a.none(), "residual"_a, "out"_a)
+      .def("linear", &CalbinBuilder::linear, "layer"_a, "x"_a, "weight"_a, "bias"_a.none(), "residual"_a, "act"_a.none(), "out"_a)
       .def("qk_norm_rope_kv", &CalbinBuilder::qk_norm_rope_kv, "layer"_a, "qkv"_a, "table"_a, "kv_layer"_a, "heads"_a, "rope_dim"_a,
            "q_norm"_a.none(), "k_norm"_a.none(), "eps"_a)
       .def("attention", &CalbinBuilder::attention, "layer"_a, "qkv"_a, "kv_layer"_a, "heads"_a, "scale"_a, "window"_a, "softcap"_a, "out"_a)
       .def("lm_head", &CalbinBuilder::lm_head, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "bias"_a.none(), "softcap"_a, "first"_a)
       .def("all_gather", &CalbinBuilder::all_gather, "layer"_a, "parts"_a, "out"_a, "add"_a)
       .def("norm_add", &CalbinBuilder::norm_add, "layer"_a, "x"_a, "norm"_a, "eps"_a, "residual"_a)
+      .def("layer_norm", &CalbinBuilder::layer_norm, "layer"_a, "x"_a, "norm"_a, "bias"_a, "eps"_a, "out"_a)
+      .def("encoder_attention", &CalbinBuilder::encoder_attention, "layer"_a, "qkv"_a, "kv"_a, "kv_rows"_a, "heads"_a, "scale"_a, "out"_a)
+      .def("pool", &CalbinBuilder::pool, "layer"_a, "x"_a, "how"_a, "normalise"_a)
+      .def("classify", &CalbinBuilder::classify, "layer"_a, "x"_a, "weight"_a, "bias"_a.none(), "head"_a, "head_bias"_a.none())
       .def("moe_route", &CalbinBuilder::moe_route, "layer"_a, "x"_a, "norm"_a, "eps"_a, "weight"_a, "top_k"_a, "renormalise"_a, "starts"_a, "out"_a)
       .def("moe_experts", &CalbinBuilder::moe_experts, "layer"_a, "x"_a, "norm"_a, "eps"_a, "up"_a, "down"_a, "act"_a, "choice"_a, "top_k"_a,
            "first"_a, "experts"_a, "all"_a, "out"_a)

@@ -129,6 +129,15 @@ size_t read_tokens(nb::handle input, Slot& slot, Lane& lane) {
   return 4 * static_cast<size_t>(count);
 }
 
+// Segments of the lane's rows; none given: all in the first.
+size_t read_types(nb::handle types, Slot& slot, const Lane& lane) {
+  int32_t* to = slot.data.types + lane.first_row;
+  const int count = read_ints(types, to, lane.cur, "types");
+  if (count != 0 && count != lane.cur) refuse("types", "has " + std::to_string(count) + " entries, cur_len is " + std::to_string(lane.cur));
+  if (count == 0) std::memset(to, 0, static_cast<size_t>(lane.cur) * 4);
+  return 4 * static_cast<size_t>(count);
+}
+
 void make_logits(Lane& lane, int vocab) {
   const size_t count = static_cast<size_t>(lane.logit_rows()) * static_cast<size_t>(vocab);
   lane.logits.reset(count == 0 ? nullptr : new float[count]);
@@ -178,6 +187,7 @@ size_t read_lane(nb::handle input, Slot& slot, int index) {
   if (lane.cur < 0) refuse("cur_len", "is negative");
   if (lane.cur == 0) return 8;
   size_t bytes = 8 + read_tokens(input, slot, lane);
+  bytes += read_types(input.attr("types"), slot, lane);
   bytes += 4 * static_cast<size_t>(read_ints(input.attr("blocks"), slot.table(index), slot.table_room, "blocks"));
   if (lane.emit) bytes += read_sampling(input, slot, index, lane);
   make_logits(lane, slot.bias_room);

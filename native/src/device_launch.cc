@@ -42,7 +42,7 @@ Slot::Slot(const Calbin& calbin, int id) : calbin_id(id) {
   bias_room = calbin.vocab;
   const size_t n = static_cast<size_t>(lanes), row_bytes = align64(static_cast<size_t>(rows) * 4);
   const auto per_lane = [n](int count) { return align64(n * static_cast<size_t>(count) * 4); };
-  const size_t parts[] = {row_bytes, row_bytes, row_bytes, per_lane(table_room), per_lane(history_room), per_lane(mask_words),
+  const size_t parts[] = {row_bytes, row_bytes, row_bytes, row_bytes, per_lane(calbin.embedding), per_lane(calbin.labels), per_lane(table_room), per_lane(history_room), per_lane(mask_words),
                           per_lane(bias_room), per_lane(bias_room), per_lane(kMostTop), per_lane(kMostTop)};
   size_t total = 0;
   for (const size_t part : parts) total += part;
@@ -56,6 +56,9 @@ Slot::Slot(const Calbin& calbin, int id) : calbin_id(id) {
   data.tokens = reinterpret_cast<int32_t*>(next());
   data.row_lane = reinterpret_cast<int32_t*>(next());
   data.positions = reinterpret_cast<int32_t*>(next());
+  data.types = reinterpret_cast<int32_t*>(next());
+  float* embeddings = reinterpret_cast<float*>(next());
+  float* scores = reinterpret_cast<float*>(next());
   tables_ = reinterpret_cast<int32_t*>(next());
   history_ = reinterpret_cast<int32_t*>(next());
   mask_ = reinterpret_cast<uint32_t*>(next());
@@ -69,6 +72,8 @@ Slot::Slot(const Calbin& calbin, int id) : calbin_id(id) {
   for (size_t i = 0; i < n; ++i) {
     data.lane[i].top_ids = top_ids + i * kMostTop;
     data.lane[i].top_logprobs = top_logprobs + i * kMostTop;
+    data.lane[i].embedding = embeddings + i * static_cast<size_t>(calbin.embedding);
+    data.lane[i].scores = scores + i * static_cast<size_t>(calbin.labels);
     data.tables[i] = table(static_cast<int>(i));
   }
 }
@@ -77,7 +82,10 @@ Slot::Slot(const Calbin& calbin, int id) : calbin_id(id) {
 void CpuDevice::check_lane(const Slot& slot, const Calbin& calbin, const Lane& lane, int index) const {
   const Program& p = *slot.data.program;
   if (lane.past < 0 || lane.cur < 0 || lane.past > p.context - lane.cur) refuse(index, "positions lie outside the context");
-  const int blocks = (lane.past + lane.cur + kBlockPositions - 1) / kBlockPositions;
+  const auto known = [&](int32_t t) { return t >= 0 && t < std::max(calbin.types, 1); };
+  const int32_t* types = slot.data.types + lane.first_row;
+  if (!std::all_of(types, types + lane.cur, known)) refuse(index, "a segment does not exist");
+  const int blocks = calbin.kv.shape().layers == 0 ? 0 : (lane.past + lane.cur + kBlockPositions - 1) / kBlockPositions;
   for (int i = 0; i < blocks; ++i) {
     const int block = slot.table(index)[i];
     if (block < 0 || block >= calbin.kv.shape().blocks) refuse(index, "block " + std::to_string(block) + " does not exist");
@@ -127,6 +135,7 @@ void CpuDevice::dispatch() {
   while (await_work(lock)) {
     Slot* slot = pick();
     take_moves(slot != nullptr ? slot->ticket : next_ticket_);
+    if (slot != nullptr && !moving_ && slot->calbin->chips() == 1) tell_later(slot->data);
     notify(lock);
     if (moving_) apply_moves();
     if (slot != nullptr) run(*slot);
@@ -177,6 +186,12 @@ void CpuDevice::notify(std::unique_lock<std::mutex>& lock) {
   if (some) wake();
 }
 
+// Whoever is woken takes a core from the thread that wakes it. Once the launch has begun that is one of its threads, and the others do
+// its part meanwhile; before, the whole launch would wait.
+void CpuDevice::tell_later(LaunchData& launch) {
+  if (std::exchange(wake_, false)) launch.begun = [this] { wake(); };
+}
+
 void CpuDevice::wake() {
   if (event_fd_ >= 0) eventfd_write(event_fd_, 1);  // fails only when the counter is full, and then it is readable
   done_.notify_all();
@@ -209,7 +224,7 @@ void CpuDevice::apply_moves() {
 void CpuDevice::run(Slot& slot) {
   LaunchData& d = slot.data;
   Calbin& calbin = *slot.calbin;
-  for (int i = 0; i < d.lanes; ++i) {
+  for (int i = 0; i < d.lanes && calbin.kv.shape().layers > 0; ++i) {
     const Lane& lane = d.lane[static_cast<size_t>(i)];
     for (int b = lane.past / kBlockPositions; lane.cur > 0 && b <= (lane.past + lane.cur - 1) / kBlockPositions; ++b)
       for (int chip = 0; chip < calbin.chips(); ++chip) calbin.chip(chip).kv.touch(slot.table(i)[b]);
@@ -217,6 +232,7 @@ void CpuDevice::run(Slot& slot) {
   slot.started_ns = now_ns();
   slot.ran = slot.tokens_known && run(calbin, d);
   slot.infer_ns = now_ns() - slot.started_ns - d.d2h_ns - slot.mask_wait_ns;
+  if (const auto begun = std::exchange(d.begun, nullptr)) begun();  // it did not begin
 }
 
 void CpuDevice::conclude(Slot& slot) {

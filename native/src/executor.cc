@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "executor_scratch.h"
 #include "packed.h"
@@ -24,9 +25,12 @@ constexpr int kRowsTogether = 512;     // rows times calls, at most, for the sam
 // Activation bytes of a row chunk that stay in a core's L2 beside the weights that stream through it.
 constexpr size_t kChunkBytes = 512 << 10;
 
-int row_chunk(size_t row_bytes, int rows) {
+constexpr int kOwnRows = 64;  // a thread's rows from which on threads share rows rather than columns out: then what one quantises it reads
+
+int row_chunk(size_t row_bytes, int rows, int threads) {
   const int most = static_cast<int>(std::max<size_t>(kChunkBytes / row_bytes, 16)) / 16 * 16;
-  const int chunks = (rows + most - 1) / most;
+  int chunks = (rows + most - 1) / most;
+  if (rows >= kOwnRows * threads) chunks = (chunks + threads - 1) / threads * threads;
   return ((rows + chunks - 1) / chunks + 15) / 16 * 16;
 }
 
@@ -53,18 +57,26 @@ struct Tiling {
 
 // Calls whose parts threads run side by side without a word from the caller.
 bool shared_out(Op op) {
-  return op != Op::lm_head && op != Op::all_gather && op != Op::moe_route && op != Op::moe_experts && op != Op::moe_combine;
+  return op != Op::lm_head && op != Op::all_gather && op != Op::moe_route && op != Op::moe_experts && op != Op::moe_combine && op != Op::classify;
 }
 
-bool reads_weight(const Call& c) { return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route; }
+bool reads_weight(const Call& c) {
+  return c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route || c.op == Op::classify;
+}
 
 // Every call learns which weight is read after it; behind the last one comes the first, of the next launch.
-void link_next(Program& p) {
+void link_calls(Program& p) {
   const auto first = std::find_if(p.calls.begin(), p.calls.end(), reads_weight);
   const Call* next = first == p.calls.end() ? nullptr : &*first;
   for (auto c = p.calls.rbegin(); c != p.calls.rend(); ++c) {
     c->next = next;
     if (reads_weight(*c)) next = &*c;
+  }
+  for (size_t i = 1; i < p.calls.size(); ++i) {
+    Call &a = p.calls[i - 1], &b = p.calls[i];
+    if (a.op != Op::qk_norm_rope_kv || b.op != Op::attention || a.x.offset != b.x.offset || a.kv_layer != b.kv_layer) continue;
+    a.partner = &b;
+    b.partner = &a;
   }
 }
 
@@ -94,7 +106,7 @@ class CallClock {
   void ended(size_t call) {
     if (launch_ == nullptr) return;
     const int64_t t = now_ns();
-    launch_->spans[call] = {last_ - begin_, t - last_};
+    launch_->spans[call] = {last_ - begin_, t - last_, std::exchange(launch_->experts, 0)};
     last_ = t;
   }
 
@@ -106,7 +118,7 @@ class CallClock {
 
 const char* op_name(Op op) {
   static constexpr const char* names[] = {"embed", "rope_table", "norm_linear", "qk_norm_rope_kv", "attention", "linear", "lm_head", "all_gather",
-                                          "moe_route", "moe_experts", "moe_combine", "norm_add"};
+                                          "moe_route", "moe_experts", "moe_combine", "norm_add", "layer_norm", "encoder_attention", "pool", "classify"};
   return names[static_cast<int>(op)];
 }
 
@@ -128,13 +140,14 @@ size_t Executor::scratch_bytes() const { return scratch_->bytes(); }
 void Executor::prepare(const Calbin& calbin) {
   Scratch& s = *scratch_;
   for (const auto& p : calbin.programs) {
-    link_next(*p);
+    link_calls(*p);
     for (const Call& c : p->calls) {
-      const int rows = c.op == Op::lm_head ? kHeadRows : p->rows;
+      const int rows = c.op == Op::lm_head || c.op == Op::classify ? kHeadRows : p->rows;
       const size_t elements = static_cast<size_t>(rows) * static_cast<size_t>(c.weight.k);
-      if (c.op == Op::norm_linear || c.op == Op::linear || c.op == Op::lm_head || c.op == Op::moe_route) {
-        s.grow_quant(elements);
-        s.grow_few(static_cast<size_t>(c.weight.k));
+      if (reads_weight(c)) {
+        const size_t inner = c.op == Op::classify ? static_cast<size_t>(c.down.k) : 0;
+        s.grow_quant(std::max(elements, kHeadRows * inner));
+        s.grow_few(std::max(static_cast<size_t>(c.weight.k), inner));
         if (!quantised(c.weight)) grow(s.normed, elements * sizeof(float));
       }
       if (c.op == Op::moe_route) s.grow_moe(p->rows, c.top_k, c.weight.n);
@@ -145,7 +158,11 @@ void Executor::prepare(const Calbin& calbin) {
         s.grow_few(kFewPairs);
         if (!quantised(c.weight) || !quantised(c.down)) grow(s.normed, pairs * widest * sizeof(float));
       }
-      if (c.op == Op::attention) s.grow_attention(c.attn, p->lanes, p->rows, (p->context + kSplitKeys - 1) / kSplitKeys);
+      if (c.op == Op::embed && c.add)
+        for (auto& w : s.worker) grow(w.row, static_cast<size_t>(c.weight.k) * sizeof(float));
+      if (c.op == Op::encoder_attention) s.grow_texts(p->lanes, p->rows);
+      if (c.op == Op::classify) s.grow_classifier(c.weight.k, c.weight.n, c.down.n);
+      if (c.op == Op::attention || c.op == Op::encoder_attention) s.grow_attention(c.attn, p->lanes, p->rows, (p->context + kSplitKeys - 1) / kSplitKeys);
       if (c.op == Op::lm_head) s.grow_head(c.x.width, calbin.vocab, p->lanes);
     }
   }
@@ -156,7 +173,9 @@ bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<b
   abort_ = &abort;
   chip_ = chip;
   halted_ = false;
+  lanes_apart_ = lanes_apart(launch);
   const auto& calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls;
+  if (calbin.embedding + calbin.labels > 0) place_texts(calbin, launch);
   CallClock clock(launch.profile && chip == 0 ? &launch : nullptr);
   const size_t most = static_cast<size_t>(std::clamp(kRowsTogether / std::max(launch.rows, 1), 1, kCallsTogether));
   for (size_t i = 0; i < calls.size();) {
@@ -177,7 +196,9 @@ bool Executor::run(const Calbin& calbin, LaunchData& launch, const std::atomic<b
 
 void Executor::run_together(const Calbin& calbin, LaunchData& launch, size_t begin, size_t end, CallClock* clock) {
   const Call* calls = calbin.programs[static_cast<size_t>(launch.program->index)]->calls.data();
+  const auto begun = std::exchange(launch.begun, nullptr);
   pool_.together([&](Member& team) {
+    if (begun && team.index() == pool_.threads() - 1) begun();
     for (size_t i = begin; i < end; ++i) {
       look_ahead(team, calbin, calls + i + 1, calls + end, launch);
       part(team, calbin, calls[i], launch);
@@ -193,6 +214,10 @@ void Executor::call(const Calbin& calbin, const Call& c, LaunchData& launch) {
     case Op::moe_experts: return moe_experts(calbin, c, launch);
     case Op::moe_combine: return moe_combine(calbin, c, launch);
     case Op::all_gather: return all_gather(calbin, c, launch);
+    case Op::classify: return classify(calbin, c, launch);
+    case Op::layer_norm:
+    case Op::encoder_attention:
+    case Op::pool:
     case Op::embed:
     case Op::rope_table:
     case Op::qk_norm_rope_kv:
@@ -211,8 +236,12 @@ void Executor::part(Member& team, const Calbin& calbin, const Call& c, const Lau
     case Op::qk_norm_rope_kv: return rope_kv(team, calbin, c, launch);
     case Op::attention: return attention(team, calbin, c, launch);
     case Op::norm_add: return norm_add(team, calbin, c, launch);
+    case Op::layer_norm: return layer_norm(team, calbin, c, launch);
+    case Op::encoder_attention: return encoder_attention(team, calbin, c, launch);
+    case Op::pool: return pool(team, calbin, c, launch);
     case Op::norm_linear:
     case Op::linear: return linear(team, c, at(calbin, c.x), stride(c.x), launch.rows, at(calbin, c.out), stride(c.out));
+    case Op::classify:
     case Op::lm_head:
     case Op::moe_route:
     case Op::moe_experts:
@@ -236,7 +265,9 @@ void Executor::look_ahead(Member& team, const Calbin& calbin, const Call* c, con
 void Executor::embed(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
   float* out = at(calbin, c.out);
   const size_t os = static_cast<size_t>(c.out.width);
-  team.run(launch.rows, {8}, [&](int b, int e, int) { kernels_.embed_rows(c.weight, launch.tokens, c.scale, out, os, b, e); });
+  const int32_t* ids = c.index == Index::ids ? launch.tokens : c.index == Index::types ? launch.types : launch.positions;
+  if (c.add) return embed_add(team, c, ids, out, launch.rows);
+  team.run(launch.rows, {8}, [&](int b, int e, int) { kernels_.embed_rows(c.weight, ids, c.scale, out, os, b, e); });
 }
 
 void Executor::rope_table(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
@@ -269,9 +300,7 @@ void Executor::linear(Member& team, const Call& c, const float* x, size_t xs, in
 // Each thread quantises the few rows for itself on its first chunk: one phase instead of two.
 void Executor::linear_few(Member& team, const Call& c, const float* x, size_t xs, int rows, float* out, size_t os) {
   const Tiling tiles(c, rows, rows);
-  QuantRows q = scratch_->worker[static_cast<size_t>(team.index())].few;
-  q.k = c.weight.k;
-  q.group = c.weight.group;
+  const QuantRows q = scratch_->few(team.index(), c.weight.k, c.weight.group);
   bool ready = false;
   const ThreadPool::Range own = team.range_of(tiles.units, kLinearChunks);
   const uint8_t* next = Slice(*c.next, team).begin;
@@ -289,7 +318,7 @@ void Executor::linear_quantised(Member& team, const Call& c, const float* x, siz
   const QuantRows q = scratch_->shared(c.weight.k, c.weight.group);
   team.run(rows, {4, 32}, [&](int b, int e, int) { kernels_.quant_rows(x, xs, c.norm, q, b, e); });
   const size_t row_bytes = static_cast<size_t>(q.k + 12 * (q.k / q.group));
-  const Tiling tiles(c, rows, row_chunk(row_bytes, rows));
+  const Tiling tiles(c, rows, row_chunk(row_bytes, rows, pool_.threads()));
   team.run(tiles.count(), kLinearChunks, [&](int b, int e, int) {
     tiles.each(b, e, [&](int r0, int n, int nb0, int nb1) {
       kernels_.linear_q(c.weight, advance(q, r0), n, c.bias, c.epilogue, c.act, out + static_cast<size_t>(r0) * os, os, nb0, nb1);
@@ -307,7 +336,7 @@ void Executor::linear_float(Member& team, const Call& c, const float* x, size_t 
     x = y;
     xs = ys;
   }
-  const Tiling tiles(c, rows, row_chunk(static_cast<size_t>(c.weight.k) * sizeof(float), rows));
+  const Tiling tiles(c, rows, row_chunk(static_cast<size_t>(c.weight.k) * sizeof(float), rows, pool_.threads()));
   team.run(tiles.count(), kLinearChunks, [&](int b, int e, int) {
     tiles.each(b, e, [&](int r0, int n, int nb0, int nb1) {
       const size_t r = static_cast<size_t>(r0);

@@ -36,14 +36,34 @@ bool wants_splits(const Call& c, const LaunchData& launch, int threads) {
 
 }  // namespace
 
+// One row a lane, and none reads a block that another writes to, as lanes over one request's blocks do.
+bool Executor::lanes_apart(const LaunchData& launch) {
+  const auto block = [&](int table, const Lane& of) { return launch.tables[static_cast<size_t>(table)][of.past / kBlockPositions]; };
+  for (int i = 0; i < launch.lanes; ++i) {
+    const Lane& writes = launch.lane[static_cast<size_t>(i)];
+    if (writes.cur > 1) return false;
+    for (int j = 0; j < launch.lanes; ++j) {
+      const Lane& reads = launch.lane[static_cast<size_t>(j)];
+      const bool sees = i != j && writes.cur > 0 && reads.cur > 0 && reads.past / kBlockPositions >= writes.past / kBlockPositions;
+      if (sees && block(j, writes) == block(i, writes)) return false;
+    }
+  }
+  return true;
+}
+
+// The thread that attends with a head also ropes it and writes its keys and values, in one phase.
+bool Executor::ropes_by_head(const Call& c, const LaunchData& launch) const {
+  return lanes_apart_ && c.partner != nullptr && !wants_splits(c, launch, pool_.threads());
+}
+
 void Executor::rope_kv(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
-  const KVView kv = view(calbin, c, launch);
-  float* qkv = at(calbin, c.x);
-  const float* table = at(calbin, c.table);
-  const size_t xs = static_cast<size_t>(c.x.width), ts = static_cast<size_t>(c.table.width);
-  team.run(launch.rows, {4, 16}, [&](int b, int e, int) {
-    kernels_.qk_norm_rope_kv(qkv, xs, table, ts, c.rope_dim, c.q_norm, c.k_norm, c.eps, c.attn, kv, launch.row_lane, launch.positions, b, e);
-  });
+  if (c.partner != nullptr && ropes_by_head(*c.partner, launch)) return;
+  team.run(launch.rows, {4, 16}, [&](int b, int e, int) { rope_heads(calbin, c, launch, b, e, 0, c.attn.kv_heads); });
+}
+
+void Executor::rope_heads(const Calbin& calbin, const Call& c, const LaunchData& launch, int r0, int r1, int h0, int h1) const {
+  kernels_.qk_norm_rope_kv(at(calbin, c.x), static_cast<size_t>(c.x.width), at(calbin, c.table), static_cast<size_t>(c.table.width), c.rope_dim,
+                           c.q_norm, c.k_norm, c.eps, c.attn, view(calbin, c, launch), launch.row_lane, launch.positions, r0, r1, h0, h1);
 }
 
 // The first keys and values that the thread takes: of one lane, side by side for its heads.
@@ -64,10 +84,15 @@ void Executor::touch_keys(const Member& team, const Calbin& calbin, const Call& 
 
 void Executor::attention(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
   if (wants_splits(c, launch, pool_.threads())) return attention_splits(team, calbin, c, launch);
-  attention_rows(team, calbin, c, launch);
+  Ahead keys;
+  touch_keys(team, calbin, c, launch, keys);
+  keys.finish();
+  attention_rows(team, calbin, c, launch, view(calbin, c, launch), launch.positions);
 }
 
-void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
+// `positions`, per row: the last key it sees.
+void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch, const KVView& kv,
+                              const int32_t* positions) {
   auto& items = scratch_->worker[static_cast<size_t>(team.index())].items;
   items.clear();
   const int block = row_block(c.attn);
@@ -78,18 +103,16 @@ void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c,
       items.push_back({i, r0, std::min(r0 + block, lane.first_row + lane.cur), 0});
     }
   }
-  const KVView kv = view(calbin, c, launch);
   const float* qkv = at(calbin, c.x);
   float* out = at(calbin, c.out);
   const size_t xs = static_cast<size_t>(c.x.width), os = static_cast<size_t>(c.out.width);
   const int heads = c.attn.kv_heads;
-  Ahead keys;
-  touch_keys(team, calbin, c, launch, keys);
-  keys.finish();
+  const bool ropes = ropes_by_head(c, launch);
   team.run(static_cast<int>(items.size()) * heads, kItems, [&](int b, int e, int w) {
     for (int u = b; u < e; ++u) {
       const AttentionItem& it = items[static_cast<size_t>(u / heads)];
-      kernels_.attention(qkv, xs, c.attn, kv, it.lane, launch.positions, u % heads, it.r0, it.r1, out, os,
+      if (ropes) rope_heads(calbin, *c.partner, launch, it.r0, it.r1, u % heads, u % heads + 1);
+      kernels_.attention(qkv, xs, c.attn, kv, it.lane, positions, u % heads, it.r0, it.r1, out, os,
                          scratch_->worker[static_cast<size_t>(w)].attention.data());
     }
   });

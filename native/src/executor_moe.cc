@@ -1,5 +1,6 @@
 // Mixture of experts: every (row, choice) pair is a row of its expert's product, and pairs lie sorted by expert.
 #include <algorithm>
+#include <cstring>
 
 #include "calstack/executor.h"
 #include "chip_link.h"
@@ -37,7 +38,66 @@ Weight expert_weight(const Weight& w, int experts, int e) {
 
 bool quantised(const Weight& w) { return w.format == WFmt::w4a8 || w.format == WFmt::w8a8; }
 
+constexpr Chunking kExpertChunks{2};
+constexpr size_t kFirstBytes = 8192;  // of a thread's first weights, fetched while it prepares its rows
+
+template <class T>
+void copy_part(T* base, size_t n, int from, int to) {
+  std::memcpy(base + static_cast<size_t>(to) * n, base + static_cast<size_t>(from) * n, n * sizeof(T));
+}
+
+// The products of a call with the experts that have work: units are blocks of 16 outputs (or gate and up pairs), expert by expert.
+class ExpertUnits {
+ public:
+  ExpertUnits(const Weight& w, int experts, Epilogue ep, const std::vector<ActiveExpert>& active)
+      : w_(w), experts_(experts), step_(ep == Epilogue::gated ? 2 : 1), each_(w.n / experts / kLane / step_), active_(active) {}
+  int count() const { return each_ * static_cast<int>(active_.size()); }
+
+  // Where the weights of a unit lie; behind the last one: null.
+  const uint8_t* at(int unit) const {
+    if (unit >= count()) return nullptr;
+    const Weight one = expert_weight(w_, experts_, active_[static_cast<size_t>(unit / each_)].expert);
+    return one.data + static_cast<size_t>(unit % each_ * step_) * block_bytes(w_);
+  }
+
+  // f(expert, its weight, first block, end block, end unit) for each expert that units [begin, end) touch.
+  template <class F>
+  void visit(int begin, int end, F&& f) const {
+    while (begin < end) {
+      const int i = begin / each_, stop = std::min(end, (i + 1) * each_);
+      const ActiveExpert& a = active_[static_cast<size_t>(i)];
+      f(a, expert_weight(w_, experts_, a.expert), (begin - i * each_) * step_, (stop - i * each_) * step_, stop);
+      begin = stop;
+    }
+  }
+
+ private:
+  const Weight& w_;
+  int experts_, step_, each_;
+  const std::vector<ActiveExpert>& active_;
+};
+
 }  // namespace
+
+// A row for every pair, as the products with a weight read it.
+struct PairRows {
+  QuantRows q{};
+  float* plain = nullptr;  // null: quantised
+  size_t k = 0;
+
+  void set(const KernelTable& kernels, const float* x, const NormSpec& norm, int to) const {
+    if (plain == nullptr) return kernels.quant_rows(x, k, norm, advance(q, to), 0, 1);
+    kernels.norm_rows(x, k, norm, plain + static_cast<size_t>(to) * k, k, static_cast<int>(k), 0, 1);
+  }
+  void copy(int from, int to) const {
+    if (plain != nullptr) return copy_part(plain, k, from, to);
+    const size_t groups = k / static_cast<size_t>(q.group);
+    copy_part(q.codes, k, from, to);
+    copy_part(q.scale, groups, from, to);
+    copy_part(q.asum, groups, from, to);
+    copy_part(q.isum, groups, from, to);
+  }
+};
 
 void Executor::moe_route(const Calbin& calbin, const Call& c, LaunchData& launch) {
   float* z = scratch_->router.as<float>();
@@ -83,7 +143,6 @@ void Executor::list_pairs(const Call& c, int rows, float* choice) {
       const Choice row(choice, c.table, r, c.top_k);
       const int e = row.expert(j) - c.first;
       if (e < 0 || e >= c.experts) continue;
-      s.pair_row[static_cast<size_t>(row.place(j))] = r;
       ++count[static_cast<size_t>(e)];
       ++s.pair_count;
     }
@@ -96,50 +155,66 @@ void Executor::list_pairs(const Call& c, int rows, float* choice) {
 }
 
 void Executor::moe_experts(const Calbin& calbin, const Call& c, LaunchData& launch) {
+  const float *choice = at(calbin, c.table), *x = at(calbin, c.x);
   list_pairs(c, launch.rows, at(calbin, c.table));
-  if (scratch_->pair_count == 0) return;
-  float* h = scratch_->hidden.as<float>();
-  const size_t inner = static_cast<size_t>(c.down.k), hidden = static_cast<size_t>(c.down.n / c.experts);
-  const PairRows in{at(calbin, c.x), static_cast<size_t>(c.x.width), scratch_->pair_row.data(), c.norm};
-  expert_products(c.weight, c.experts, in, Epilogue::gated, c.act, h, inner);
-  expert_products(c.down, c.experts, {h, inner, nullptr, {nullptr, 0.0f}}, Epilogue::store, c.act, at(calbin, c.out), hidden);
+  const int pairs = scratch_->pair_count;
+  launch.experts = static_cast<int>(scratch_->active.size());
+  if (pairs == 0) return;
+  float *h = scratch_->hidden.as<float>(), *out = at(calbin, c.out);
+  const size_t inner = static_cast<size_t>(c.down.k);
+  const ExpertUnits up(c.weight, c.experts, Epilogue::gated, scratch_->active), down(c.down, c.experts, Epilogue::store, scratch_->active);
+  pool_.together([&](Member& team) {
+    const auto spread = [&](const PairRows& to, int b, int e) {
+      for (int r = b; r < e; ++r) spread_row(c, choice, x, r, to);
+    };
+    const auto quantise = [&](const PairRows& to, int b, int e) {
+      for (int i = b; i < e; ++i) to.set(kernels_, h + static_cast<size_t>(i) * inner, {nullptr, 0.0f}, i);
+    };
+    const uint8_t* first = down.at(team.range_of(down.count(), kExpertChunks).begin);
+    expert_products(team, c.weight, up, first, launch.rows, spread, {Epilogue::gated, c.act, h, inner});
+    expert_products(team, c.down, down, nullptr, pairs, quantise, {Epilogue::store, c.act, out, static_cast<size_t>(c.weight.k)});
+  });
 }
 
-// One row of products for every pair: row i of `in` with the weights of its expert.
-void Executor::expert_products(const Weight& w, int experts, const PairRows& in, Epilogue ep, Act act, float* out, size_t os) {
-  const int pairs = scratch_->pair_count, step = ep == Epilogue::gated ? 2 : 1;
-  const int units = w.n / experts / kLane / step;
-  const bool few = quantised(w) && pairs * w.k <= kFewPairs;
-  const QuantRows shared = quantised(w) ? scratch_->shared(w.k, w.group) : QuantRows{};
-  float* plain = scratch_->normed.as<float>();
-  const auto prepare = [&](const QuantRows& q, int b, int e) {
-    for (int i = b; i < e; ++i) {
-      const float* row = in.x + static_cast<size_t>(in.row != nullptr ? in.row[i] : i) * in.stride;
-      if (quantised(w)) kernels_.quant_rows(row, in.stride, in.norm, advance(q, i), 0, 1);
-      else kernels_.norm_rows(row, in.stride, in.norm, plain + static_cast<size_t>(i) * static_cast<size_t>(w.k), static_cast<size_t>(w.k), w.k, 0, 1);
+// Row r of x for every pair of it that is this chip's: made once, then copied.
+void Executor::spread_row(const Call& c, const float* choice, const float* x, int r, const PairRows& to) {
+  const Choice row(const_cast<float*>(choice), c.table, r, c.top_k);
+  int made = -1;
+  for (int j = 0; j < c.top_k; ++j) {
+    if (row.expert(j) < c.first || row.expert(j) >= c.first + c.experts) continue;
+    if (made >= 0) {
+      to.copy(made, row.place(j));
+      continue;
     }
-  };
-  if (!few) pool_.run(pairs, {2, 32}, [&](int b, int e, int) { prepare(shared, b, e); });
-  const uint64_t phase = ++scratch_->phase;
-  pool_.run(static_cast<int>(scratch_->active.size()) * units, {2}, [&](int b, int e, int worker) {
-    QuantRows q = shared;
-    if (few) {
-      WorkerScratch& mine = scratch_->worker[static_cast<size_t>(worker)];
-      q = mine.few;
-      q.k = w.k;
-      q.group = w.group;
-      if (mine.phase != phase) prepare(q, 0, pairs);
-      mine.phase = phase;
-    }
-    while (b < e) {  // expert by expert
-      const ActiveExpert& a = scratch_->active[static_cast<size_t>(b / units)];
-      const int from = b % units, to = std::min(units, from + e - b);
-      const Weight one = expert_weight(w, experts, a.expert);
-      float* y = out + static_cast<size_t>(a.first) * os;
-      if (quantised(w)) kernels_.linear_q(one, advance(q, a.first), a.count, nullptr, ep, act, y, os, from * step, to * step);
-      else kernels_.linear_f(one, plain + static_cast<size_t>(a.first) * static_cast<size_t>(w.k), static_cast<size_t>(w.k), a.count, nullptr, ep, act, y, os, from * step, to * step);
-      b += to - from;
-    }
+    made = row.place(j);
+    to.set(kernels_, x + static_cast<size_t>(r) * static_cast<size_t>(c.x.width), c.norm, made);
+  }
+}
+
+// One row of products for every pair. `rows` are prepared by `prepare(where, begin, end)`: by all threads together, or few of them by
+// each for itself. `next`: what the thread reads behind its part.
+template <class Units, class Prepare>
+void Executor::expert_products(Member& team, const Weight& w, const Units& units, const uint8_t* next, int rows, Prepare&& prepare, const ExpertOut& to) {
+  const bool few = quantised(w) && scratch_->pair_count * w.k <= kFewPairs;
+  PairRows in{{}, quantised(w) ? nullptr : scratch_->normed.as<float>(), static_cast<size_t>(w.k)};
+  if (quantised(w)) in.q = scratch_->shared(w.k, w.group);
+  if (few) in.q = scratch_->few(team.index(), w.k, w.group);
+  const ThreadPool::Range own = team.range_of(units.count(), kExpertChunks);
+  team.ahead.clear();
+  team.ahead.add(units.at(own.begin), kFirstBytes);
+  if (!few) team.run(rows, {1, 32}, [&](int b, int e, int) { prepare(in, b, e); });
+  team.ahead.finish();
+  bool ready = !few;
+  team.run(units.count(), kExpertChunks, [&](int b, int e, int) {
+    if (!ready) prepare(in, 0, rows);
+    ready = true;
+    const bool stolen = b < own.begin || b >= own.end;
+    units.visit(b, e, [&](const ActiveExpert& a, Weight one, int nb0, int nb1, int end) {
+      one.after = stolen ? nullptr : end == own.end ? next : units.at(end);
+      float* y = to.data + static_cast<size_t>(a.first) * to.stride;
+      if (quantised(w)) kernels_.linear_q(one, advance(in.q, a.first), a.count, nullptr, to.epilogue, to.act, y, to.stride, nb0, nb1);
+      else kernels_.linear_f(one, in.plain + static_cast<size_t>(a.first) * in.k, in.k, a.count, nullptr, to.epilogue, to.act, y, to.stride, nb0, nb1);
+    });
   });
 }
 

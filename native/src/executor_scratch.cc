@@ -32,6 +32,13 @@ QuantRows Scratch::shared(int k, int group) const {
   return {codes_.as<int8_t>(), scale_.as<float>(), asum_.as<float>(), isum_.as<int32_t>(), k, group};
 }
 
+QuantRows Scratch::few(int worker_index, int k, int group) const {
+  QuantRows q = worker[static_cast<size_t>(worker_index)].few;
+  q.k = k;
+  q.group = group;
+  return q;
+}
+
 void Scratch::grow_few(size_t elements) {
   few_elements_ = elements = align64(std::max({elements, few_elements_, static_cast<size_t>(kFewElements)}));
   const size_t groups = align64(4 * (elements / kSmallestGroup));
@@ -61,9 +68,21 @@ void Scratch::grow_moe(int rows, int top_k, int experts) {
 void Scratch::grow_experts(int rows, int top_k, int experts, int inner) {
   const size_t pairs = static_cast<size_t>(rows) * static_cast<size_t>(top_k);
   grow(hidden, pairs * static_cast<size_t>(inner) * sizeof(float));
-  pair_row.resize(std::max(pair_row.size(), pairs));
   active.reserve(std::max(active.capacity(), static_cast<size_t>(experts)));
   expert_next.reserve(std::max(expert_next.capacity(), static_cast<size_t>(experts) + 1));
+}
+
+void Scratch::grow_texts(int lanes, int rows) {
+  const size_t blocks = static_cast<size_t>(rows / kBlockPositions + lanes);
+  for (size_t i = text_blocks.size(); i < blocks; ++i) text_blocks.push_back(static_cast<int32_t>(i));
+  text_ends.resize(std::max(text_ends.size(), static_cast<size_t>(rows)));
+  text_tables.resize(std::max(text_tables.size(), static_cast<size_t>(lanes)));
+}
+
+void Scratch::grow_classifier(int hidden_, int inner, int labels) {
+  grow(head_x, kHeadRows * static_cast<size_t>(hidden_) * sizeof(float));
+  grow(hidden, kHeadRows * static_cast<size_t>(inner) * sizeof(float));
+  grow(logits, kHeadRows * static_cast<size_t>(labels) * sizeof(float));
 }
 
 void Scratch::grow_head(int hidden, int vocab, int lanes) {
@@ -77,7 +96,7 @@ void Scratch::grow_head(int hidden, int vocab, int lanes) {
 size_t Scratch::bytes() const {
   size_t sum = normed.size() + router.size() + hidden.size() + head_x.size() + logits.size() + partial_ml.size() + partial_o.size();
   sum += codes_.size() + scale_.size() + asum_.size() + isum_.size();
-  for (const auto& w : worker) sum += w.few_memory.size() + w.attention.size() + w.sample.size();
+  for (const auto& w : worker) sum += w.few_memory.size() + w.attention.size() + w.sample.size() + w.row.size();
   return sum;
 }
 

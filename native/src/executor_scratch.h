@@ -25,14 +25,6 @@ struct HeadRow {
   bool sample;
 };
 
-// Rows that experts work on: `row` of `x`, or x itself row by row.
-struct PairRows {
-  const float* x;
-  size_t stride;
-  const int32_t* row;
-  NormSpec norm;
-};
-
 // An expert with work: pairs [first, first + count).
 struct ActiveExpert {
   int expert, first, count;
@@ -40,8 +32,7 @@ struct ActiveExpert {
 
 struct WorkerScratch {
   QuantRows few{};       // kFewElements or one row
-  Region few_memory, attention, sample;
-  uint64_t phase = 0;    // the phase `few` was filled for
+  Region few_memory, attention, sample, row;
   std::vector<AttentionItem> items;
 };
 
@@ -54,19 +45,23 @@ class Scratch {
   void grow_attention(const AttnShape& s, int lanes, int rows, int splits);
   void grow_moe(int rows, int top_k, int experts);
   void grow_experts(int rows, int top_k, int experts, int inner);
+  void grow_texts(int lanes, int rows);
+  void grow_classifier(int hidden, int inner, int labels);
   void grow_head(int hidden, int vocab, int lanes);
   size_t bytes() const;
   QuantRows shared(int k, int group) const;
+  QuantRows few(int worker, int k, int group) const;
 
   std::vector<WorkerScratch> worker;
   Region normed, head_x, logits, router, hidden;
   std::vector<int> expert_next;
-  std::vector<int32_t> pair_row;
   std::vector<ActiveExpert> active;
   int pair_count = 0;
   std::vector<HeadRow> head;
   Region partial_ml, partial_o;
-  uint64_t phase = 0;
+  // Encoders: per lane its blocks in the launch's own keys and values, per row the last position of its text.
+  std::vector<int32_t> text_blocks, text_ends;
+  std::vector<const int32_t*> text_tables;
 
  private:
   Region codes_, scale_, asum_, isum_;

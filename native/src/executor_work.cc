@@ -1,6 +1,5 @@
 // What a call must move and compute: the numbers a profile sets beside its times.
 #include <algorithm>
-#include <cmath>
 
 #include "calstack/executor.h"
 
@@ -35,18 +34,26 @@ CallWork attention_work(const Call& c, const LaunchData& launch, const KVShape& 
   return {read * position + io, 4 * pairs * c.attn.heads * c.attn.head_dim};
 }
 
-// Which experts a launch chose is not kept: the number that independent choices touch on average.
-CallWork experts_work(const Call& c, int64_t rows) {
-  const double all = c.experts, each = static_cast<double>(c.top_k) / (c.starts.empty() ? all : static_cast<double>(c.starts.back()));
-  const double distinct = all * (1.0 - std::pow(1.0 - std::min(each, 1.0), static_cast<double>(rows)));
-  const double pairs = static_cast<double>(rows) * each * all, inner = c.down.k, hidden = c.weight.k;
-  const double weights = static_cast<double>(c.weight_bytes) / all * distinct;
-  return {static_cast<int64_t>(weights + pairs * 4 * (2 * inner + 2 * hidden)), static_cast<int64_t>(pairs * 6 * inner * hidden)};
+CallWork encoder_work(const Call& c, const LaunchData& launch) {
+  int64_t pairs = 0;
+  for (int i = 0; i < launch.lanes; ++i) {
+    const int64_t n = launch.lane[static_cast<size_t>(i)].cur;
+    pairs += n * n;
+  }
+  const int64_t width = int64_t{c.attn.heads} * c.attn.head_dim;
+  return {int64_t{launch.rows} * 4 * (c.x.width + c.table.width + width), 4 * pairs * width};
+}
+
+CallWork experts_work(const Call& c, const CallSpan& span, int64_t rows) {
+  const int64_t pairs = rows * c.top_k * c.experts / (c.starts.empty() ? c.experts : c.starts.back());  // of several chips an even share
+  const int64_t inner = c.down.k, hidden = c.weight.k;
+  const int64_t weights = static_cast<int64_t>(c.weight_bytes) / c.experts * span.experts;
+  return {weights + pairs * 8 * (inner + hidden), pairs * 6 * inner * hidden};
 }
 
 }  // namespace
 
-CallWork call_work(const Call& c, const LaunchData& launch, const KVShape& kv) {
+CallWork call_work(const Call& c, const CallSpan& span, const LaunchData& launch, const KVShape& kv) {
   const int64_t rows = launch.rows;
   switch (c.op) {
     case Op::embed: return {rows * (static_cast<int64_t>(c.weight_bytes) / std::max(c.weight.n, 1) + 4 * c.out.width), rows * c.out.width};
@@ -57,10 +64,14 @@ CallWork call_work(const Call& c, const LaunchData& launch, const KVShape& kv) {
     case Op::linear: return linear_work(c, rows);
     case Op::norm_add: return {rows * 12 * c.x.width, rows * 5 * c.x.width};
     case Op::moe_route: return linear_work(c, rows);
-    case Op::moe_experts: return experts_work(c, rows);
+    case Op::moe_experts: return experts_work(c, span, rows);
     case Op::moe_combine: return {rows * 4 * c.out.width * (c.top_k + 2), rows * 2 * c.top_k * c.out.width};
     case Op::all_gather: return {rows * 8 * c.out.width, c.add ? rows * c.out.width : 0};
     case Op::lm_head: return linear_work(c, head_rows(launch));
+    case Op::layer_norm: return {rows * 8 * c.x.width, rows * 8 * c.x.width};
+    case Op::encoder_attention: return encoder_work(c, launch);
+    case Op::pool: return {rows * 4 * c.x.width, rows * c.x.width};
+    case Op::classify: return linear_work(c, launch.lanes);
   }
   return {};
 }

@@ -15,6 +15,7 @@
   void fill_rope_kv(KernelTable& t);        /* rope_table, qk_norm_rope_kv: rope_kv.cc */                      \
   void fill_attention(KernelTable& t);      /* attention, attention_split, attention_merge: attention.cc */    \
   void fill_moe(KernelTable& t);            /* moe_route, moe_combine: moe.cc */                               \
+  void fill_encoder(KernelTable& t);        /* layer_norm_rows, pool_rows: encoder.cc */                       \
   void fill_sampler(KernelTable& t);        /* sample: sampler.cc */                                           \
   CeilingLoops ceiling_loops();             /* ceiling_loops.cc */                                             \
   }

@@ -1,4 +1,4 @@
-// What happens to the sums of one block of 16 outputs: bias, then store, residual or gate. Shared by linear_q and linear_f.
+// What happens to the sums of one block of 16 outputs: bias, then store, residual, activation or gate. Shared by linear_q and linear_f.
 #pragma once
 #include "packed.h"
 #include "simd/math.h"
@@ -33,6 +33,7 @@ struct Finish {
       float* o = out + (row0 + (size_t)r) * os + to.column;
       F32x16 v = biased(y + 16 * r, b);
       if (up) v = activate(v) * biased(up + 16 * r, bu);
+      else if (ep == Epilogue::activated) v = activate(v);
       if (to.lanes == 16) (ep == Epilogue::residual ? F32x16::load(o) + v : v).store(o);
       else (ep == Epilogue::residual ? F32x16::load_first(o, to.lanes) + v : v).store_first(o, to.lanes);
     }
@@ -44,6 +45,7 @@ struct Finish {
   CALSTACK_INLINE F32x16 biased(const float* y, F32x16 b) const { return bias ? F32x16::load(y) + b : F32x16::load(y); }
   CALSTACK_INLINE F32x16 activate(F32x16 v) const {
     if (act == Act::silu) return silu(v);
+    if (act == Act::tanh) return tanh(v);
     return act == Act::gelu_tanh ? gelu_tanh(v) : gelu(v);
   }
 };

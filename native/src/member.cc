@@ -6,7 +6,7 @@
 namespace calstack {
 namespace {
 
-constexpr int64_t kPatienceNs = 2'000;  // then a waiting thread looks for work in the others' ranges: looking slows them down
+constexpr int64_t kPatienceNs = 2'000;  // then a waiting thread takes from others that are at work: looking slows them down
 
 // Generations of two words apart: positive when a is later.
 int later(uint64_t a, uint64_t b) { return static_cast<int>(static_cast<int64_t>((a - b) << (2 * kBits)) >> (2 * kBits)); }
@@ -44,21 +44,22 @@ void Member::run(int n, Chunking chunks, ThreadPool::Fn fn, void* ctx) {
   }
   publish(units);
   int64_t from = 0, looked = 0;
+  const auto help = [&](bool absent) {
+    if (!steal(n, chunks, absent, taken)) return false;
+    fn(ctx, taken.begin, taken.end, index_);
+    publish(taken.end - taken.begin);
+    return true;
+  };
   for (int i = 1; !finished(); ++i) {
     if (!ahead.empty()) ahead.touch();
     else pause();
     if (i % 16 != 0) continue;
     const int64_t now = now_ns();
     if (from == 0) from = looked = now;
-    if (now - looked > kPatienceNs) {
-      looked = now;
-      if (steal(n, chunks, taken)) {
-        fn(ctx, taken.begin, taken.end, index_);
-        publish(taken.end - taken.begin);
-        from = 0;
-        continue;
-      }
-    }
+    const bool patient = now - looked <= kPatienceNs;
+    if (!patient) looked = now;
+    if (i > 16 && help(patient)) from = 0;
+    if (from == 0) continue;
     if (now - from > kSpinNs) sleep();
   }
 }
@@ -80,7 +81,8 @@ bool Member::take_own(int n, Chunking chunks, ThreadPool::Range& out) {
   }
 }
 
-bool Member::steal(int n, Chunking chunks, ThreadPool::Range& out) {
+// Half of what a thread has left; of one that has not come to this phase (`absent`: only of such) as much as it would take itself.
+bool Member::steal(int n, Chunking chunks, bool absent, ThreadPool::Range& out) {
   for (int i = 1; i < pool_.threads_; ++i) {
     const int victim = (index_ + i) % pool_.threads_;
     std::atomic<uint64_t>& word = pool_.seats_[static_cast<size_t>(victim)].range;
@@ -90,8 +92,8 @@ bool Member::steal(int n, Chunking chunks, ThreadPool::Range& out) {
       if (apart > 0) return false;
       const ThreadPool::Range all = apart == 0 ? ThreadPool::Range{begin_of(range), end_of(range)} : first_range(n, chunks, victim);
       const int left = all.end - all.begin;
-      if (left <= 0) break;
-      const int take = std::min(std::max(left / 2, chunks.min), left);
+      if (left <= 0 || (absent && apart == 0)) break;
+      const int take = apart < 0 ? chunk(left, chunks.min, chunks.max) : std::min(std::max(left / 2, chunks.min), left);
       if (word.compare_exchange_weak(range, pack(generation_, all.begin, all.end - take), std::memory_order_acq_rel, std::memory_order_acquire)) {
         out = {all.end - take, all.end};
         return true;

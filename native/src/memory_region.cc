@@ -35,6 +35,32 @@ void Region::discard(size_t offset, size_t bytes) {
   if (bytes != 0) madvise(data_ + offset, bytes, MADV_DONTNEED);
 }
 
+namespace {
+
+constexpr size_t kHugePage = 2 << 20;
+
+bool fits_in_memory(size_t bytes) {
+  return bytes >= kHugePage && bytes / static_cast<size_t>(sysconf(_SC_PAGESIZE)) < static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) / 2;
+}
+
+// MAP_FAILED when the file is shorter than it was, or memory is.
+void* copied(int fd, size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) return p;
+  size_t done = 0;
+  bool whole = madvise(p, bytes, MADV_HUGEPAGE) == 0;
+  while (whole && done < bytes) {
+    const ssize_t n = pread(fd, static_cast<uint8_t*>(p) + done, bytes - done, static_cast<off_t>(done));
+    whole = n > 0;
+    done += whole ? static_cast<size_t>(n) : 0;
+  }
+  if (whole && mprotect(p, bytes, PROT_READ) == 0) return p;
+  munmap(p, bytes);
+  return MAP_FAILED;
+}
+
+}  // namespace
+
 MappedFile::MappedFile(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) throw std::runtime_error(path + " cannot be opened");
@@ -42,7 +68,8 @@ MappedFile::MappedFile(const std::string& path) {
   void* p = MAP_FAILED;
   if (fstat(fd, &info) == 0 && info.st_size > 0) {
     size_ = static_cast<size_t>(info.st_size);
-    p = mmap(nullptr, size_, PROT_READ, MAP_SHARED | MAP_POPULATE, fd, 0);
+    if (fits_in_memory(size_)) p = copied(fd, size_);
+    if (p == MAP_FAILED) p = mmap(nullptr, size_, PROT_READ, MAP_SHARED | MAP_POPULATE, fd, 0);
   }
   close(fd);
   if (p == MAP_FAILED) throw std::runtime_error(path + " cannot be mapped");

@@ -125,12 +125,14 @@ CALSTACK_INLINE void clamp_head(const float* x, int dim, float* to) {
 }
 
 template <class K, class V>
-void write_kv(const KVView& kv, int lane, int position, const float* k, const float* v) {
+void write_kv(const KVView& kv, int lane, int position, const float* k, const float* v, size_t h0, size_t h1) {
   alignas(64) float kc[kMaxHeadDim + 16], vc[kMaxHeadDim + 16];
   uint8_t* layer = kv.base + static_cast<size_t>(kv.tables[lane][position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
   const KVPlaces at(kv.type, kv.kv_heads, kv.head_dim);
   const int j = position % kBlockPositions, dim = kv.head_dim;
-  for (size_t h = 0; h < at.heads; ++h, k += dim, v += dim) {
+  k += h0 * static_cast<size_t>(dim);
+  v += h0 * static_cast<size_t>(dim);
+  for (size_t h = h0; h < h1; ++h, k += dim, v += dim) {
     clamp_head(k, dim, kc);
     clamp_head(v, dim, vc);
     const Scale ks = sizeof(K) == 1 ? scale_of(kc, dim) : Scale{}, vs = sizeof(V) == 1 ? scale_of(vc, dim) : Scale{};
@@ -141,7 +143,7 @@ void write_kv(const KVView& kv, int lane, int position, const float* k, const fl
   }
 }
 
-using Write = void (*)(const KVView& kv, int lane, int position, const float* k, const float* v);
+using Write = void (*)(const KVView& kv, int lane, int position, const float* k, const float* v, size_t h0, size_t h1);
 
 Write writer(KVType type) {
   if (type == KVType::f32) return write_kv<float, float>;
@@ -150,19 +152,23 @@ Write writer(KVType type) {
 }
 
 void qk_norm_rope_kv(float* qkv, size_t xs, const float* table, size_t ts, int rope_dim, const float* q_norm, const float* k_norm, float eps,
-                     const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1) {
+                     const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1, int h0, int h1) {
+  const int group = s.heads / s.kv_heads;
   const Write write = writer(kv.type);
   for (int r = r0; r < r1; ++r) {
     float* x = qkv + static_cast<size_t>(r) * xs;
-    for (int h = 0; h < s.heads + s.kv_heads; ++h) {  // k heads follow the q heads
-      float* head = x + static_cast<size_t>(h) * static_cast<size_t>(s.head_dim);
-      const float* norm = h < s.heads ? q_norm : k_norm;
-      if (norm) norm_head(head, s.head_dim, norm, eps);
-      if (table) rotate(head, table + static_cast<size_t>(r) * ts, rope_dim / 2);
-    }
+    const auto heads = [&](int begin, int end, const float* norm) {
+      for (int h = begin; h < end; ++h) {
+        float* head = x + static_cast<size_t>(h) * static_cast<size_t>(s.head_dim);
+        if (norm) norm_head(head, s.head_dim, norm, eps);
+        if (table) rotate(head, table + static_cast<size_t>(r) * ts, rope_dim / 2);
+      }
+    };
+    heads(h0 * group, h1 * group, q_norm);
+    heads(s.heads + h0, s.heads + h1, k_norm);  // they follow the q heads
     const float* k = x + static_cast<size_t>(s.heads) * static_cast<size_t>(s.head_dim);
     const float* v = k + static_cast<size_t>(s.kv_heads) * static_cast<size_t>(s.head_dim);
-    write(kv, lanes[r], positions[r], k, v);
+    write(kv, lanes[r], positions[r], k, v, static_cast<size_t>(h0), static_cast<size_t>(h1));
   }
 }
 

@@ -17,7 +17,7 @@ template <size_t n> KernelTable assemble(const char* name, const Fill (&fills)[n
 
 #define CALSTACK_FAMILIES(isa)                                                                                       \
   isa::fill_norm_quant, isa::fill_linear_q, isa::fill_linear_f, isa::fill_embed, isa::fill_rope_kv, isa::fill_attention, \
-      isa::fill_moe, isa::fill_sampler
+      isa::fill_moe, isa::fill_encoder, isa::fill_sampler
 
 #if defined(CALSTACK_X86)
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }

@@ -65,7 +65,7 @@ Run run(const KernelTable& t, const AttnShape& s, KVType type, int rows, const s
   for (int i = 0; i < half; ++i) inv_freq.push_back(1.0f / static_cast<float>(1 + i));
   t.rope_table(inv_freq.data(), half, 1.0, positions.data(), table.data(), dim, 0, rows);
   Run r{x, std::vector<float>(os * static_cast<size_t>(rows)), {}, {}, std::vector<float>(os), Cache(type, s, rows)};
-  t.qk_norm_rope_kv(r.qkv.data(), xs, table.data(), dim, half * 2, norm.data(), norm.data(), 1e-5f, s, r.cache.view, lanes.data(), positions.data(), 0, rows);
+  t.qk_norm_rope_kv(r.qkv.data(), xs, table.data(), dim, half * 2, norm.data(), norm.data(), 1e-5f, s, r.cache.view, lanes.data(), positions.data(), 0, rows, 0, s.kv_heads);
   std::vector<uint8_t> scratch(attention_scratch_bytes(s));
   for (int h = 0; h < s.kv_heads; ++h) {
     t.attention(r.qkv.data(), xs, s, r.cache.view, 0, positions.data(), h, 0, rows, r.out.data(), os, scratch.data());

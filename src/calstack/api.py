@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from calstack.plan import PlanReport
     from calstack.targets.spec import TargetSpec
 
+_DECODER_CARD = ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "top1")
+
 __all__ = [
     "LLM",
     "CallTime",
@@ -88,8 +90,9 @@ def compile_model(
     from calstack.compiler.pipeline import compile_into
     from calstack.frontends import open_source
     from calstack.graph.evaluate import Oracle
+    from calstack.quality.encoder import add_encoder_quality
     from calstack.quality.join import add_quality
-    from calstack.quality.text import QualityText
+    from calstack.quality.text import QualityText, bundled_text
 
     options, progress = options or CompileOptions(), progress or Silent()
     wanted = options.for_compiler()
@@ -102,7 +105,11 @@ def compile_model(
         if manifest.weightless:
             return writer.seal(manifest)
         text = None if options.quality_text is None else QualityText("given text", options.quality_text)
-        manifest = add_quality(writer, manifest, Oracle(bundle), bundle.tokenizer_json, progress, card=options.quality, text=text)
+        if manifest.model.encoder is not None:
+            progress.stage("goldens")
+            manifest = add_encoder_quality(writer, manifest, bundle, text or bundled_text(), card=options.quality)
+        else:
+            manifest = add_quality(writer, manifest, Oracle(bundle), bundle.tokenizer_json, progress, card=options.quality, text=text)
         return writer.seal(manifest)
 
 
@@ -176,15 +183,17 @@ def plan_model(
     return make_plan(Path(source), options.for_compiler(), target_for, contexts=contexts, quant=quant)
 
 
-def verify(calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None) -> VerifyReport:
-    """Hash every file of a calbin, then run each submodel's goldens on a device.
+def verify(
+    calbin: str | Path, *, device: str = "cpu", isa: str = "", threads: int = 0, progress: Progress | None = None, full: bool = False
+) -> VerifyReport:
+    """Hash every file of a calbin, then run each submodel's goldens on a device; `full` also makes cases around every edge on the spot.
 
     Raises:
         ArtifactError: when a file is damaged. DeviceError: when the device fails.
     """
     opened = open_device(device, OpenOptions(isa=isa, threads=threads))
     try:
-        return verify_calbin(Path(calbin), opened, progress or Silent())
+        return verify_calbin(Path(calbin), opened, progress or Silent(), full=full)
     finally:
         opened.close()
 
@@ -237,7 +246,8 @@ def quality_summary(calbin: str | Path) -> dict[str, float | str]:
         return {}
     try:
         card = json.loads(opened.read("quality.json"))
-        numbers = {key: float(card[key]) for key in ("perplexity", "reference_perplexity", "kl_mean", "kl_p99", "top1")}
+        keys = ("cosine_mean", "cosine_min", "error") if "cosine_mean" in card else _DECODER_CARD
+        numbers = {key: float(card[key]) for key in keys}
         return {"text": str(card["text"]["name"]), **numbers}
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"is not a quality card: {error!r}", where="quality.json", remedy="compile the model again") from error

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from calstack import api
 from calstack.calbin.compat import Wish, nearest
+from calstack.calbin.manifest import Submodel
 from calstack.calbin.reader import open_calbin, read_manifest
 from calstack.calbin.versions import matrix, meets
 from calstack.errors import ArtifactError
+from calstack.quality.feed import Feeder
 from calstack.specs import KVDType, QuantSpec, Role, WeightFormat
 from tests.support.tiny import DATA
 
@@ -37,6 +42,24 @@ def test_a_committed_artifact_is_read_and_has_its_bits(name: str) -> None:
     report = api.verify(FOLDER / f"{name}.calbin")
     assert report.good
     assert all(s.bits for s in report.submodels)
+
+
+def test_a_full_check_goes_every_way_at_every_edge_and_sees_one_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = FOLDER / "llama-w4a8.calbin"
+    report = api.verify(path, full=True)
+    assert report.good
+    assert [w.positions for w in report.ways] == [63, 64, 65, 255, 256]
+    assert all(w.ways == 5 for w in report.ways)
+    run = Feeder.run
+
+    def wrong(self: Feeder, submodel: Submodel, sequences: Sequence[Sequence[int]], *, first: int = 0) -> list[npt.NDArray[np.float32]]:
+        rows = run(self, submodel, sequences, first=first)
+        return [r + np.float32(submodel.batch == 4 and len(sequences) > 1) for r in rows]
+
+    monkeypatch.setattr(Feeder, "run", wrong)
+    worse = api.verify(path, full=True)
+    assert not worse.good
+    assert any("lanes" in name for w in worse.ways for name in w.differ)
 
 
 def changed(tmp_path: Path, **fields: object) -> Path:

@@ -51,7 +51,7 @@ def test_kept_graphs_are_read_again(tmp_path: Path) -> None:
     assert relative(found["scores"], vectors["scores"]) <= 1e-5
 
 
-def pooled(tmp_path: Path, pooling: str, *, normalise: bool) -> GraphBundle:
+def pooled_directory(tmp_path: Path, pooling: str, *, normalise: bool) -> Path:
     """The tiny encoder as a sentence-transformers directory."""
     directory = tmp_path / "st"
     (directory / "1_Pooling").mkdir(parents=True)
@@ -69,7 +69,12 @@ def pooled(tmp_path: Path, pooling: str, *, normalise: bool) -> GraphBundle:
     modes = {f"pooling_mode_{mode}": mode.startswith(pooling) for mode in ("cls_token", "mean_tokens", "max_tokens")}
     (directory / "1_Pooling/config.json").write_bytes(msgspec.json.encode({"word_embedding_dimension": 32} | modes))
     (directory / "sentence_bert_config.json").write_bytes(b'{"max_seq_length": 48}')
-    return open_source(directory)
+    return directory
+
+
+def pooled(tmp_path: Path, pooling: str, *, normalise: bool) -> GraphBundle:
+    """Opened."""
+    return open_source(pooled_directory(tmp_path, pooling, normalise=normalise))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])

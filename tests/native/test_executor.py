@@ -125,6 +125,24 @@ def test_lanes_of_one_launch_have_the_bits_of_each_alone(session: Session) -> No
     assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+@pytest.mark.parametrize("start", [20, 62])  # the second crosses into a new block
+def test_lanes_over_the_same_blocks_see_each_other_s_keys(session: Session, start: int) -> None:
+    session.fill(start)
+    want = session.logits((start, start + 4))[0]
+    for _ in range(30):
+        session.fill(start)
+        session.logits((start, start + 4), tokens=TOKENS[500:])  # other keys where the lanes write theirs
+        lanes = tuple(
+            LaneInput(past_len=p, cur_len=1, blocks=range(36), tokens=TOKENS[p : p + 1], logits=LogitRows.ALL)
+            for p in range(start, start + 4)
+        )
+        done = session.device.wait(session.device.submit(Launch(session.handle, session.tiny.decode, lanes)), 60)
+        assert done is not None
+        for row, lane in zip(want, done.lanes, strict=True):
+            assert lane.logits is not None
+            np.testing.assert_array_equal(lane.logits[0], row)
+
+
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_bits_do_not_depend_on_instruction_set_or_threads(session: Session, path: Path, tiny: Tiny, isa: str, threads: int) -> None:

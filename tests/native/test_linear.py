@@ -57,14 +57,14 @@ def test_linear_is_bit_equal_on_odd_sizes_and_groups(isa, fmt, minimum, n, k, gr
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("fmt", "minimum"), Q_FORMATS + F_FORMATS)
-@pytest.mark.parametrize("epilogue", ["store", "residual", "gated"])
+@pytest.mark.parametrize("epilogue", ["store", "residual", "gated", "activated"])
 @pytest.mark.parametrize("n", [64, 70])
 def test_epilogues_are_bit_equal(isa, fmt, minimum, epilogue, n):
     rng = np.random.default_rng(n)
     weight = random_weight(rng, fmt, n, 64, 32, minimum)
     order = gated_order(n) if epilogue == "gated" else None
     before = rng.standard_normal((7, n)).astype(np.float32) if epilogue == "residual" else None
-    for act in ("silu", "gelu_tanh", "gelu") if epilogue == "gated" else ("silu",):
+    for act in ("silu", "gelu_tanh", "gelu", "tanh") if epilogue in {"gated", "activated"} else ("silu",):
         for bias in (None, rng.standard_normal(128).astype(np.float32)):
             both(isa, weight, random_rows(rng, 7, 64), n, bias=bias, epilogue=epilogue, act=act, order=order, before=before)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from calstack import api
 from calstack.calbin.reader import open_calbin
@@ -75,14 +78,18 @@ def calbin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def logits(calbin: Path, spans: list[tuple[int, int]], *, isa: str = "", threads: int = 2, mates: int = 0) -> bytes:
+    """Logits of TOKENS[start:end] of every span, one launch each; a span of one token is a decode launch."""
     device = open_device("cpu", OpenOptions(isa=isa, threads=threads, strict=True))
     submodels = open_calbin(calbin).manifest.submodels
     prefill = next(s.key for s in submodels if s.role == "prefill")
+    decode = min((s for s in submodels if s.role == "decode" and s.batch > mates), key=lambda s: s.batch).key
     handle, rows = device.load(calbin, kv_blocks=16), b""
     for start, end in spans:
+        single = end - start == 1
         lane = LaneInput(past_len=start, cur_len=end - start, blocks=(3, 1), tokens=TOKENS[start:end], logits=LogitRows.ALL)
-        others = [LaneInput(past_len=0, cur_len=30 + i, blocks=(4 + i,), tokens=TOKENS[i : 2 * i + 30]) for i in range(mates)]
-        done = device.wait(device.submit(Launch(handle, prefill, (*others, lane))), 60)
+        sizes = [1 if single else 30 + i for i in range(mates)]
+        others = [LaneInput(past_len=0, cur_len=n, blocks=(4 + i,), tokens=TOKENS[i : i + n]) for i, n in enumerate(sizes)]
+        done = device.wait(device.submit(Launch(handle, decode if single else prefill, (*others, lane))), 60)
         assert done is not None
         assert done.error is None
         found = done.lanes[-1].logits
@@ -96,9 +103,42 @@ def test_a_rows_bits_depend_on_no_row_that_shares_its_experts(calbin: Path) -> N
     whole = logits(calbin, [(0, 100)])
     assert logits(calbin, [(0, 37), (37, 38), (38, 100)]) == whole
     assert logits(calbin, [(0, 100)], mates=3) == whole
+    assert logits(calbin, [(0, 90), *((i, i + 1) for i in range(90, 100))]) == whole
+    assert logits(calbin, [(0, 90), *((i, i + 1) for i in range(90, 100))], mates=3) == whole
     assert logits(calbin, [(0, 100)], threads=1) == whole
 
 
 @pytest.mark.parametrize("isa", ["reference", *ISAS])
 def test_the_whole_model_has_the_same_bits_on_every_instruction_set(calbin: Path, isa: str) -> None:
     assert logits(calbin, [(0, 100)], isa=isa) == logits(calbin, [(0, 60), (60, 100)])
+
+
+def one_expert_each(dense: Path, out: Path) -> Path:
+    """The dense model as a mixture whose experts are all its MLP, one of them chosen: whoever is, the sum is that of the MLP."""
+    config = json.loads((dense / "config.json").read_text())
+    config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 1}
+    config |= {"moe_intermediate_size": config["intermediate_size"], "norm_topk_prob": True, "decoder_sparse_step": 1}
+    tensors, rng = {}, np.random.default_rng(5)
+    for name, value in load_file(dense / "model.safetensors").items():
+        before, mlp, after = name.partition(".mlp.")
+        for expert in range(4) if mlp else ():
+            tensors[f"{before}.mlp.experts.{expert}.{after}"] = value
+        if not mlp:
+            tensors[name] = value
+    for layer in range(config["num_hidden_layers"]):
+        router = rng.standard_normal((4, config["hidden_size"])).astype(np.float32)
+        tensors[f"model.layers.{layer}.mlp.gate.weight"] = router
+    shutil.copytree(dense, out)
+    (out / "config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("weights", [WeightFormat.W4A8, WeightFormat.W8A8, WeightFormat.F32], ids=str)
+def test_an_experts_arithmetic_is_that_of_a_dense_mlp_bit_for_bit(tmp_path: Path, weights: WeightFormat) -> None:
+    dense = DATA / "tiny-qwen3"
+    options = api.CompileOptions(quant=QuantSpec(default=weights), batches=(1,), quality=False)
+    sources = {"dense": dense, "mixture": one_expert_each(dense, tmp_path / "mixture")}
+    found = {name: api.compile_model(source, tmp_path / f"{name}.calbin", options=options) for name, source in sources.items()}
+    spans = [(0, 97), (97, 98), (98, 128)]
+    assert logits(found["mixture"], spans) == logits(found["dense"], spans)

@@ -15,8 +15,8 @@ double best_of(int tries, int threads, const std::function<void(int)>& work);
 // GOP/s of int8 products over registers, by the instructions that `table` uses (a product and its addition count as two).
 double int8_peak_gops(const KernelTable& table, int threads);
 
-// A buffer read with prefetches; each thread reads one part of it, a few times over. Two patterns: prefetches half a page ahead, and as far
-// ahead as the GEMV's; the median of each, and the better of the two counts.
+// A buffer read over and over, one part of it by each thread, in three patterns: with prefetches half a page ahead and two pages ahead,
+// and by the GEMV itself, which takes it for weights. The median of each; the best of the three counts.
 class ReadCeiling {
  public:
   explicit ReadCeiling(size_t bytes);
@@ -26,7 +26,9 @@ class ReadCeiling {
   double gbs(const KernelTable& table, int threads) const;
 
  private:
-  char* data_;
+  double seconds(int threads, const std::function<void(size_t from, size_t bytes)>& pass) const;
+
+  char* data_ = nullptr;
   size_t bytes_;
 };
 

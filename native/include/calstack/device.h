@@ -158,6 +158,7 @@ class CpuDevice {
   void wake();
   void prepare(const Calbin& calbin);
   bool resolve_tokens(Slot& slot);
+  void tell_later(LaunchData& launch);
   void expect_masks(Slot& slot);
   bool await_masks(Slot& slot);
   void finish(Slot& slot);

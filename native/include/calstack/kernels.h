@@ -10,8 +10,9 @@ namespace calstack {
 
 enum class WFmt : int32_t { w4a8, w8a8, w4a16, bf16, f16, f32 };
 enum class KVType : int32_t { f32, bf16, bf16_v8, i8 };
-enum class Act : int32_t { silu, gelu_tanh, gelu };
-enum class Epilogue : int32_t { store, residual, gated };
+enum class Act : int32_t { silu, gelu_tanh, gelu, tanh };
+enum class Epilogue : int32_t { store, residual, gated, activated };
+enum class Pooling : int32_t { mean, cls };
 
 constexpr int kLane = 16;           // outputs per packed block, lanes of a lane sum
 constexpr int kKeyTile = 64;        // keys per attention tile
@@ -91,6 +92,10 @@ struct KernelTable {
   void (*quant_rows)(const float* x, size_t xs, const NormSpec& norm, const QuantRows& out, int r0, int r1);
   // y = norm(x) as f32, rows [r0, r1).
   void (*norm_rows)(const float* x, size_t xs, const NormSpec& norm, float* y, size_t ys, int n, int r0, int r1);
+  // Layer norm of rows [r0, r1); y may be x.
+  void (*layer_norm_rows)(const float* x, size_t xs, const float* weight, const float* bias, float eps, float* y, size_t ys, int n, int r0, int r1);
+  // One text's rows to one row of n values.
+  void (*pool_rows)(const float* x, size_t xs, int rows, int n, Pooling how, bool normalise, float* out);
   // quantised linear over rows [0, rows) and blocks [nb0, nb1). gated: blocks come in (gate, up) pairs, nb0 and nb1 even, out has n/2
   // columns; where n/2 is no multiple of 16 each half is padded, so there are 2*ceil(n/32) blocks. bias[16*nb + lane], packed order.
   void (*linear_q)(const Weight& w, const QuantRows& a, int rows, const float* bias, Epilogue ep, Act act,
@@ -101,9 +106,10 @@ struct KernelTable {
   void (*embed_rows)(const Weight& w, const int32_t* ids, float scale, float* out, size_t os, int r0, int r1);
   // out row = cos[dim/2], sin[dim/2]
   void (*rope_table)(const float* inv_freq, int half, double attention_factor, const int32_t* positions, float* out, size_t os, int r0, int r1);
-  // q/k norm (weights may be null), rope, KV write; rows [r0, r1); kv heads and q heads of those rows.
+  // q/k norm (weights may be null), rope, KV write; rows [r0, r1), kv heads [h0, h1) and their query heads.
   void (*qk_norm_rope_kv)(float* qkv, size_t xs, const float* table, size_t ts, int rope_dim, const float* q_norm, const float* k_norm, float eps,
-                          const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1);
+                          const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1,
+                          int h0, int h1);
   // Attention of rows [r0, r1) of ONE lane (consecutive positions) for kv head h (all its query heads). scratch: see attention_scratch_bytes.
   void (*attention)(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, const int32_t* positions, int kv_head,
                     int r0, int r1, float* out, size_t os, void* scratch);

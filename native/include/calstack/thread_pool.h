@@ -153,7 +153,7 @@ class Member {
   void run(int n, Chunking chunks, ThreadPool::Fn fn, void* ctx);
   ThreadPool::Range first_range(int n, Chunking chunks, int of) const;
   bool take_own(int n, Chunking chunks, ThreadPool::Range& out);
-  bool steal(int n, Chunking chunks, ThreadPool::Range& out);
+  bool steal(int n, Chunking chunks, bool absent, ThreadPool::Range& out);
   void publish(int units);
   bool finished() const;
   void sleep();

@@ -76,6 +76,7 @@ void finish_row(const Weight& w, const float* bias, Epilogue ep, Act act, float*
       float& o = out[to.column + i];
       const int n = nb * kLane + i;
       if (ep == Epilogue::gated) o = activate(act, y(n)) * y(n + kLane);
+      else if (ep == Epilogue::activated) o = activate(act, y(n));
       else o = ep == Epilogue::residual ? o + y(n) : y(n);
     }
   }

@@ -59,6 +59,7 @@ constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
 [[maybe_unused]] inline float activate(Act act, float x) {
   if (act == Act::silu) return silu_f32(x);
+  if (act == Act::tanh) return tanh_f32(x);
   return act == Act::gelu_tanh ? gelu_tanh_f32(x) : gelu_f32(x);
 }
 

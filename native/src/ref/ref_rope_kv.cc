@@ -103,17 +103,20 @@ void write_kv(const KVView& kv, int lane, int position, int head, const float* k
 }
 
 void qk_norm_rope_kv(float* qkv, size_t xs, const float* table, size_t ts, int rope_dim, const float* q_norm, const float* k_norm, float eps,
-                     const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1) {
+                     const AttnShape& s, const KVView& kv, const int32_t* lanes, const int32_t* positions, int r0, int r1, int h0, int h1) {
+  const int group = s.heads / s.kv_heads;
   for (int r = r0; r < r1; ++r) {
     float* q = qkv + static_cast<size_t>(r) * xs;
     float* k = q + static_cast<size_t>(s.heads) * s.head_dim;
     const float* v = k + static_cast<size_t>(s.kv_heads) * s.head_dim;
     const float* t = table ? table + static_cast<size_t>(r) * ts : nullptr;
     for (int h = 0; h < s.heads + s.kv_heads; ++h) {  // k heads follow the q heads
+      const int kv_head = h < s.heads ? h / group : h - s.heads;
+      if (kv_head < h0 || kv_head >= h1) continue;
       norm_head(q + static_cast<size_t>(h) * s.head_dim, s.head_dim, h < s.heads ? q_norm : k_norm, eps);
       if (t) rotate(q + static_cast<size_t>(h) * s.head_dim, t, rope_dim);
     }
-    for (int h = 0; h < s.kv_heads; ++h) {
+    for (int h = h0; h < h1; ++h) {
       const size_t at = static_cast<size_t>(h) * s.head_dim;
       write_kv(kv, lanes[r], positions[r], h, k + at, v + at);
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from calstack.calbin.program import Call, Program, Vector, Weight
 from calstack.errors import ArtifactError
@@ -63,7 +63,7 @@ def _memory_lines(m: Manifest) -> list[str]:
         f"KV {size_text(c.kv_bytes_per_block)} per block of {kv.block_positions} positions"
         for c in m.target.chips
     ]
-    lines.append(f"KV cache: {kv.kind}, {kv.dtype}, {kv.layers} layers of {kv.heads} x {kv.head_dim}")
+    lines.append(f"KV cache: {kv.kind}, {kv.dtype}, {kv.layers} layers of {kv.heads} x {kv.head_dim}" if kv.layers else "no KV cache")
     return lines
 
 
@@ -81,6 +81,8 @@ def _quality_lines(calbin: Calbin) -> list[str]:
     try:
         card = json.loads(calbin.read("quality.json"))
         text = card["text"]
+        if "cosine_mean" in card:
+            return [_encoder_line(card)]
         line = (
             f"quality on {text['name']} ({card['windows']} windows of {card['window']} tokens): perplexity {card['perplexity']:.4f} "
             f"(reference {card['reference_perplexity']:.4f}), mean KL {card['kl_mean']:.5f}, top-1 {100 * card['top1']:.2f} %"
@@ -88,6 +90,13 @@ def _quality_lines(calbin: Calbin) -> list[str]:
         return [line]
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"is not a quality card: {error!r}", where="quality.json", remedy="compile the model again") from error
+
+
+def _encoder_line(card: dict[str, Any]) -> str:
+    return (
+        f"quality on {card['text']['name']} ({card['texts']} texts, {card['tokens']} tokens): cosine to the reference "
+        f"{card['cosine_mean']:.5f} on average, {card['cosine_min']:.5f} at least; largest error {card['error']:.2g} of the largest value"
+    )
 
 
 def describe_program(calbin: Calbin, key: str) -> str:

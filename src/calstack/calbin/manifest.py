@@ -113,14 +113,14 @@ class Workload(_Node, frozen=True, kw_only=True):
 
 
 class Submodel(_Node, frozen=True, kw_only=True):
-    """One compiled graph, identified by (role, batch, q_len, context, kv)."""
+    """One compiled graph, identified by (role, batch, q_len, context, kv); an encoder has no KV cache."""
 
     key: str  # unique, e.g. "decode.b4.q1.c2048.paged"
     role: Role
     batch: int
     q_len: int  # most tokens of a lane in a launch
     context: int
-    kv: Literal["paged", "lane"]
+    kv: Literal["paged", "lane", "none"]
     program: str  # path
     rows: int  # most tokens of a launch over all lanes
     inputs: tuple[IOTensor, ...]
@@ -191,7 +191,7 @@ class Compatibility(_Node, frozen=True, kw_only=True):
 
 
 class GoldenRef(_Node, frozen=True, kw_only=True):
-    """Golden cases of a submodel. `tolerance` is of the largest |value| (f32) or a KL bound (quantised)."""
+    """Golden cases of a submodel. `tolerance` is of the largest |value| (f32), or a KL bound (quantised decoders)."""
 
     submodel: str
     path: str

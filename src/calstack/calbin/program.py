@@ -18,7 +18,10 @@ __all__ = [
     "Attention",
     "Buffer",
     "Call",
+    "Classify",
     "Embed",
+    "EncoderAttention",
+    "LayerNorm",
     "Linear",
     "LmHead",
     "MoeCombine",
@@ -26,6 +29,7 @@ __all__ = [
     "MoeRoute",
     "NormAdd",
     "NormLinear",
+    "Pool",
     "Program",
     "QkNormRopeKv",
     "RopeTable",
@@ -78,10 +82,15 @@ class _Call(_Node, frozen=True, kw_only=True):
 
 
 class Embed(_Call, frozen=True, kw_only=True, tag_field="op", tag="embed"):
-    """`out[r] = row ids[r] of weight, dequantised, times scale`."""
+    """`out[r] = row index[r] of weight, dequantised, times scale`; with `add` it is added to `out` instead.
+
+    `index` says what is looked up: token ids, segments (`types`) or positions.
+    """
 
     weight: Weight
     scale: float = 1.0
+    index: Literal["ids", "types", "positions"] = "ids"
+    add: bool = False
     out: str
     OP: ClassVar[str] = "embed"
 
@@ -147,12 +156,16 @@ class Attention(_Call, frozen=True, kw_only=True, tag_field="op", tag="attention
 
 
 class Linear(_Call, frozen=True, kw_only=True, tag_field="op", tag="linear"):
-    """`y = linear(x) (+ bias)`; with `residual` (a buffer) `residual += y` in place, else `out = y`. Exactly one is set."""
+    """`y = linear(x) (+ bias)`; with `residual` (a buffer) `residual += y` in place, else `out = y`, or `activation(y)`.
+
+    Exactly one of `residual` and `out` is set.
+    """
 
     x: str
     weight: Weight
     bias: Vector | None = None
     residual: str | None = None
+    activation: Activation | None = None
     out: str | None = None
     OP: ClassVar[str] = "linear"
 
@@ -253,8 +266,71 @@ class MoeCombine(_Call, frozen=True, kw_only=True, tag_field="op", tag="moe_comb
     OP: ClassVar[str] = "moe_combine"
 
 
+class LayerNorm(_Call, frozen=True, kw_only=True, tag_field="op", tag="layer_norm"):
+    """`out = (x - mean) / deviation * norm + bias`; `out` may be `x`."""
+
+    x: str
+    norm: Vector
+    bias: Vector
+    eps: float
+    out: str
+    OP: ClassVar[str] = "layer_norm"
+
+
+class EncoderAttention(_Call, frozen=True, kw_only=True, tag_field="op", tag="encoder_attention"):
+    """Attention of each row over all rows of its lane; `qkv` as in `QkNormRopeKv`.
+
+    Keys and values go to `kv`, f32 in the layout of KV blocks, where every lane begins a block of its own:
+    `[64 * (rows // 64 + lanes), 2 * kv_heads * head_dim]`.
+    """
+
+    qkv: str
+    kv: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    out: str
+    OP: ClassVar[str] = "encoder_attention"
+
+
+class Pool(_Call, frozen=True, kw_only=True, tag_field="op", tag="pool"):
+    """A lane's embedding: the mean of its rows of `x`, or the first of them; `normalise` gives it length 1."""
+
+    x: str
+    how: Literal["mean", "cls"]
+    normalise: bool = False
+    OP: ClassVar[str] = "pool"
+
+
+class Classify(_Call, frozen=True, kw_only=True, tag_field="op", tag="classify"):
+    """A lane's scores: `linear(head, tanh(linear(weight, first row of x)))`."""
+
+    x: str
+    weight: Weight
+    bias: Vector | None = None
+    head: Weight
+    head_bias: Vector | None = None
+    OP: ClassVar[str] = "classify"
+
+
 Call = (
-    Embed | RopeTable | NormLinear | QkNormRopeKv | Attention | Linear | NormAdd | LmHead | AllGather | MoeRoute | MoeExperts | MoeCombine
+    Embed
+    | RopeTable
+    | NormLinear
+    | QkNormRopeKv
+    | Attention
+    | Linear
+    | NormAdd
+    | LmHead
+    | AllGather
+    | MoeRoute
+    | MoeExperts
+    | MoeCombine
+    | LayerNorm
+    | EncoderAttention
+    | Pool
+    | Classify
 )
 
 

@@ -34,16 +34,17 @@ def inspect(calbin: Path, program: str | None, as_json: bool) -> None:
 
 @click.command(epilog="Example: calstack verify m.calbin --device cpu")
 @click.argument("calbin", type=CALBIN)
+@click.option("--full", is_flag=True, help="Also: the same ids by every way through the calbin, at lengths around every edge.")
 @device_options
 @json_option
-def verify(calbin: Path, device: str, isa: str, threads: int, as_json: bool) -> None:
+def verify(calbin: Path, full: bool, device: str, isa: str, threads: int, as_json: bool) -> None:
     """Check CALBIN: every file's hash, then each submodel's golden outputs on a device."""
     import msgspec
 
     from calstack import api
 
     with show_progress() as progress:
-        report = api.verify(calbin, device=device, isa=isa, threads=threads, progress=progress)
+        report = api.verify(calbin, device=device, isa=isa, threads=threads, progress=progress, full=full)
     if as_json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     else:

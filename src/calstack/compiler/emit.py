@@ -151,7 +151,7 @@ def _manifest(e: Emission, writer: CalbinWriter) -> Manifest:
             max_tokens_per_launch=max(draft.submodel.rows for draft in e.drafts),
             mixed_prefill_decode=e.target.mixed_prefill_decode,
             late_inputs=e.target.late_inputs,
-            kv=("paged",),
+            kv=("paged",) if e.kv.layers else (),
         ),
         kv=e.kv,
         tensors=tuple(_packed(plan, piece, chip) for chip in range(e.shards.chips) for plan, piece in _held(e, chip)),

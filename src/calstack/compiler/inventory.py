@@ -32,12 +32,13 @@ class Class(enum.StrEnum):
 
 
 _CLASSES = {
-    Class.NATIVE: ("Gather", "MatMul", "Attention", "calbin::MoE"),
+    Class.NATIVE: ("Gather", "MatMul", "Attention", "LayerNormalization", "calbin::MoE"),
     Class.COMPOSABLE: ("Swish", "Gelu", "Identity", "Constant"),
     Class.FUSE: (
         *("RMSNormalization", "RotaryEmbedding", "Transpose", "Reshape", "Unsqueeze", "Cast"),
         *("Cos", "Sin", "Sigmoid", "Tanh", "Add", "Mul", "Div"),
         *("Shape", "Range", "Squeeze", "Sub", "Less"),  # the mask of a sliding window
+        *("Expand", "ReduceSum", "LpNormalization"),  # the mask of a text, pooling
     ),
     Class.HOST: ("TopK", "ArgMax", "Softmax", "Where", "Concat", "Slice", "Split"),
 }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
 
 from calstack.calbin.program import (
     Attention,
     Call,
+    Classify,
     Embed,
+    EncoderAttention,
+    LayerNorm,
     Linear,
     LmHead,
     MoeCombine,
@@ -17,18 +21,25 @@ from calstack.calbin.program import (
     MoeRoute,
     NormAdd,
     NormLinear,
+    Pool,
     QkNormRopeKv,
     RopeTable,
     Vector,
+    Weight,
 )
 from calstack.compiler.fuse.match import attr
 from calstack.errors import UnsupportedError
+from calstack.graph.names import INPUT_IDS, POSITIONS, TYPE_IDS
 from calstack.specs import Activation, NormKind
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from calstack.compiler.quantize.table import ParameterTable
+
+_INDICES: Mapping[str, Literal["ids", "types", "positions"]] = MappingProxyType(
+    {INPUT_IDS: "ids", TYPE_IDS: "types", POSITIONS: "positions"}
+)
 
 __all__ = ["KvShape", "Lowered", "lower"]
 
@@ -85,11 +96,18 @@ class _Walker:
             "Linear": self._linear,
             "LmHead": self._lm_head,
             "NormAdd": self._norm_add,
+            "EmbedAdd": self._embed_add,
+            "LayerNorm": self._layer_norm,
+            "StackLinear": self._stack_linear,
+            "LinearAct": self._linear,
+            "EncoderAttention": self._encoder_attention,
+            "Pool": self._pool,
+            "Classify": self._classify,
         }
 
     def visit(self, position: int, node: ir.Node) -> None:
         """Append the node's call."""
-        if node.op_type in {"Residual", "QkNormRopeKv", "MoeResidual", "NormAdd"}:
+        if node.op_type in {"Residual", "QkNormRopeKv", "MoeResidual", "NormAdd", "EmbedAdd"}:
             self._check_in_place(position, node)
         if node.op_type == "MoeResidual":
             self._calls += self._moe(node)
@@ -98,8 +116,12 @@ class _Walker:
 
     def result(self) -> Lowered:
         """What was collected."""
-        if self._kv is None or not any(isinstance(call, LmHead) for call in self._calls):
-            raise UnsupportedError("has no attention or no head", where=self._where, remedy="give a decoder graph")
+        if self._kv is None or not any(isinstance(call, LmHead | Pool | Classify) for call in self._calls):
+            raise UnsupportedError(
+                "has no attention, or gives neither logits, an embedding nor scores",
+                where=self._where,
+                remedy="give a decoder, a sentence-transformers directory (its modules.json says how to pool) or a classifier",
+            )
         return Lowered(tuple(self._calls), self._widths, tuple(self._kv_inputs), self._kv)
 
     def _check_in_place(self, position: int, node: ir.Node) -> None:
@@ -130,8 +152,21 @@ class _Walker:
         return self._of(old)
 
     def _embed(self, node: ir.Node) -> Call:
-        weight = self._table.weight([node.inputs[1]], head=True)
-        return Embed(weight=weight, scale=attr(node, "scale", 1.0), out=self._new("x", node.outputs[0], weight.k))
+        index, weight = self._looked_up(*node.inputs)
+        return Embed(weight=weight, scale=attr(node, "scale", 1.0), index=index, out=self._new("x", node.outputs[0], weight.k))
+
+    def _embed_add(self, node: ir.Node) -> Call:
+        into, *what = node.inputs
+        index, weight = self._looked_up(*what)
+        return Embed(weight=weight, scale=attr(node, "scale", 1.0), index=index, add=True, out=self._same(node.outputs[0], into))
+
+    def _looked_up(self, index: ir.Value, initializer: ir.Value) -> tuple[Literal["ids", "types", "positions"], Weight]:
+        """What an embedding looks up in which weight. Tables of positions and segments are small: they stay in floats."""
+        name = _INDICES.get(str(index.name))
+        if name is None:
+            raise UnsupportedError(f"looks up {index.name}", where=str(initializer.name), remedy=f"supported: {', '.join(_INDICES)}")
+        small = name != "ids"
+        return name, self._table.weight([initializer], head=not small, router=small)
 
     def _rope_table(self, node: ir.Node) -> Call:
         inv_freq = self._table.vector([node.inputs[1]])
@@ -254,8 +289,48 @@ class _Walker:
     def _linear(self, node: ir.Node) -> Call:
         x, initializer, *bias = node.inputs
         weight = self._table.weight([initializer])
-        out = self._new("linear", node.outputs[0], weight.n)
-        return Linear(layer=self._layer, x=self._of(x), weight=weight, bias=self._bias(bias), out=out)
+        activation = attr(node, "activation", "")
+        out = self._new("mlp" if activation else "linear", node.outputs[0], weight.n)
+        act = Activation(activation) if activation else None
+        return Linear(layer=self._layer, x=self._of(x), weight=weight, bias=self._bias(bias), activation=act, out=out)
+
+    def _stack_linear(self, node: ir.Node) -> Call:
+        self._layer += 1
+        x, *rest = node.inputs
+        count = attr(node, "weights", 3)
+        weight = self._table.weight(rest[:count])
+        out = self._new("qkv", node.outputs[0], weight.n)
+        return Linear(layer=self._layer, x=self._of(x), weight=weight, bias=self._bias(rest[count:]), out=out)
+
+    def _layer_norm(self, node: ir.Node) -> Call:
+        x, norm, bias = node.inputs
+        alone = len(x.uses()) == 1
+        out = self._same(node.outputs[0], x) if alone else self._new("x", node.outputs[0], self._widths[self._of(x)])
+        vectors = self._table.vector([norm]), self._table.vector([bias])
+        return LayerNorm(layer=self._layer, x=self._of(x), norm=vectors[0], bias=vectors[1], eps=attr(node, "eps", 0.0), out=out)
+
+    def _encoder_attention(self, node: ir.Node) -> Call:
+        heads, kv_heads, head_dim = (int(attr(node, name, 0)) for name in ("heads", "kv_heads", "head_dim"))
+        self._kv = KvShape(kv_heads, head_dim)
+        return EncoderAttention(
+            layer=self._layer,
+            qkv=self._of(node.inputs[0]),
+            kv=self._name("kv", 2 * kv_heads * head_dim),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=attr(node, "scale", 0.0),
+            out=self._new("attn", node.outputs[0], heads * head_dim),
+        )
+
+    def _pool(self, node: ir.Node) -> Call:
+        return Pool(x=self._of(node.inputs[0]), how=attr(node, "how", "mean"), normalise=bool(attr(node, "normalise", 0)))
+
+    def _classify(self, node: ir.Node) -> Call:
+        x, weight, *rest = node.inputs
+        bias, (head, *head_bias) = rest[: attr(node, "bias", 0)], rest[attr(node, "bias", 0) :]
+        weights = self._table.weight([weight]), self._table.weight([head], router=True)
+        return Classify(x=self._of(x), weight=weights[0], bias=self._bias(bias), head=weights[1], head_bias=self._bias(head_bias))
 
     def _lm_head(self, node: ir.Node) -> Call:
         x, norm, weight, *bias = node.inputs

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from calstack.calbin.check import ALIGN
-from calstack.calbin.program import Buffer, Call
+from calstack.calbin.packing import padded_rows
+from calstack.calbin.program import Buffer, Call, EncoderAttention
 from calstack.specs import DType
 
 __all__ = ["Life", "buffers_of", "lifetimes", "plan_buffers"]
@@ -26,7 +27,7 @@ class Life:
 
 def buffers_of(call: Call) -> tuple[str, ...]:
     """Names of the buffers a call reads or writes."""
-    names = (getattr(call, field, None) for field in ("x", "qkv", "table", "choice", "residual", "out"))
+    names = (getattr(call, field, None) for field in ("x", "qkv", "kv", "table", "choice", "residual", "out"))
     return tuple(name for name in names if name is not None)
 
 
@@ -39,16 +40,20 @@ def lifetimes(calls: Sequence[Call]) -> dict[str, Life]:
     return lives
 
 
-def plan_buffers(calls: Sequence[Call], widths: Mapping[str, int], rows: int, *, chip: int = 0) -> tuple[tuple[Buffer, ...], int]:
+def plan_buffers(
+    calls: Sequence[Call], widths: Mapping[str, int], rows: int, *, chip: int = 0, lanes: int = 1
+) -> tuple[tuple[Buffer, ...], int]:
     """Placed buffers in order of first use, and the arena's size in bytes. Largest first, each at the lowest offset that is free."""
     lives = lifetimes(calls)
-    size = {name: 4 * widths[name] * rows for name in lives}
+    tall = {call.kv for call in calls if isinstance(call, EncoderAttention)}
+    height = {name: padded_rows(rows, lanes) if name in tall else rows for name in lives}
+    size = {name: 4 * widths[name] * height[name] for name in lives}
     offsets: dict[str, int] = {}
     for name in sorted(lives, key=lambda n: (-size[n], lives[n].first)):
         taken = [(offsets[other], offsets[other] + size[other]) for other in offsets if lives[other].meets(lives[name])]
         offsets[name] = _lowest_gap(sorted(taken), size[name])
     arena = _aligned(max(offsets[name] + size[name] for name in lives))
-    return tuple(_buffer(name, widths[name], rows, chip, offsets[name]) for name in lives), arena
+    return tuple(_buffer(name, widths[name], height[name], chip, offsets[name]) for name in lives), arena
 
 
 def _buffer(name: str, width: int, rows: int, chip: int, offset: int) -> Buffer:

@@ -31,8 +31,9 @@ class CompileOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         context = self.context or min(spec.context, CONTEXT_MOST)
         if not self.batches or len(set(self.batches)) != len(self.batches) or not all(1 <= b <= 256 for b in self.batches):
             raise UsageError("takes different numbers from 1 to 256", where="--batch", remedy="for example --batch 1,4,8,16")
-        if not 64 <= context <= spec.context:
-            raise UsageError(f"must lie in 64..{spec.context}", where="--context", remedy=f"{self.context} was asked for")
+        least = min(64, spec.context)
+        if not least <= context <= spec.context:
+            raise UsageError(f"must lie in {least}..{spec.context}", where="--context", remedy=f"{self.context} was asked for")
         if not max(16, *self.batches) <= self.prefill_rows <= 8192:
             raise UsageError("must lie in 16..8192 and not below the largest batch", where="prefill_rows")
         return context

@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from calstack.calbin.manifest import KVSpec
+from calstack.calbin.packing import BLOCK_POSITIONS
 from calstack.compiler.emit import Emission, emit
 from calstack.compiler.fuse.attention import ATTENTION
-from calstack.compiler.fuse.embed import EMBED, EMBED_SCALE
+from calstack.compiler.fuse.embed import EMBED, EMBED_ADD, EMBED_SCALE
+from calstack.compiler.fuse.encoder import (
+    ACTIVATED,
+    CLASSIFY,
+    ENCODER_ATTENTION,
+    LAYER_NORM,
+    POOL_CLS,
+    POOL_MEAN,
+    POOL_NORMALISED,
+)
 from calstack.compiler.fuse.linear import BIAS, LINEAR, RESIDUAL
 from calstack.compiler.fuse.mlp import GATED
 from calstack.compiler.fuse.moe import MOE, MOE_RESIDUAL
@@ -39,18 +49,24 @@ if TYPE_CHECKING:
 
 __all__ = ["FUSION", "PassTrace", "Plan", "compile_into", "fuse_graph", "plan_bundle", "trace_passes"]
 
-BLOCK_POSITIONS = 64  # of kv64.v1
-
 FUSION = (
     EMBED,
     EMBED_SCALE,
+    EMBED_ADD,
     ROPE_TABLE,
     LINEAR,
     BIAS,
     ATTENTION,
+    ENCODER_ATTENTION,
+    LAYER_NORM,
     GATED,
+    ACTIVATED,
     MOE,
     NORM_STACK,
+    POOL_NORMALISED,
+    POOL_MEAN,
+    POOL_CLS,
+    CLASSIFY,
     LM_HEAD,
     RESIDUAL,
     NORM_RESIDUAL,
@@ -123,13 +139,13 @@ def plan_bundle(bundle: GraphBundle, options: CompileOptions) -> Plan:
     """
     context = options.check(bundle.spec)
     target = load_target(options.target)
-    inventory = take_inventory([bundle.prefill, bundle.decode])
+    inventory = take_inventory(list(bundle.graphs.values()))
     origin = bundle.source.origin or bundle.source.kind
     table = ParameterTable(bundle.tensors, options.quant, keep=origin != "hf")
-    prefill, decode = lower(fuse_graph(bundle.prefill), table), lower(fuse_graph(bundle.decode), table)
-    kv = _kv_spec([prefill, decode], options.kv_dtype)
+    lowered = {role: lower(fuse_graph(graph), table) for role, graph in bundle.graphs.items()}
+    kv = _kv_spec(list(lowered.values()), options.kv_dtype)
     shards = Shards(len(target.chips))
-    return Plan(inventory, draft_submodels(prefill, decode, kv, options, context, shards), table, shards, kv, target)
+    return Plan(inventory, draft_submodels(lowered, kv, options, context, shards), table, shards, kv, target)
 
 
 def compile_into(bundle: GraphBundle, writer: CalbinWriter, options: CompileOptions, progress: Progress | None = None) -> Manifest:
@@ -141,7 +157,7 @@ def compile_into(bundle: GraphBundle, writer: CalbinWriter, options: CompileOpti
     progress = progress or Silent()
     progress.stage("plan")
     plan = plan_bundle(bundle, options)
-    spec = msgspec.structs.replace(bundle.spec, layers=plan.kv.layers)
+    spec = bundle.spec if bundle.spec.encoder is not None else msgspec.structs.replace(bundle.spec, layers=plan.kv.layers)
     return emit(Emission(bundle, spec, plan.target, plan.kv, plan.drafts, plan.table, plan.shards), writer, progress)
 
 

@@ -6,7 +6,19 @@ from collections.abc import Sequence
 
 from calstack.calbin.manifest import KVSpec, Workload
 from calstack.calbin.packing import weight_bytes
-from calstack.calbin.program import Attention, Call, Embed, Linear, LmHead, MoeExperts, MoeRoute, NormLinear, Weight
+from calstack.calbin.program import (
+    Attention,
+    Call,
+    Classify,
+    Embed,
+    EncoderAttention,
+    Linear,
+    LmHead,
+    MoeExperts,
+    MoeRoute,
+    NormLinear,
+    Weight,
+)
 
 __all__ = ["workloads"]
 
@@ -22,8 +34,9 @@ def workloads(calls: Sequence[Call], kv: KVSpec, *, head_rows: int | None) -> tu
     experts = [call for call in calls if isinstance(call, MoeExperts)]
     chosen = sum(call.top_k * (_macs(call.weight) + _macs(call.down)) // call.experts for call in experts)
     heads = [call.weight for call in calls if isinstance(call, LmHead)]
+    heads += [weight for call in calls if isinstance(call, Classify) for weight in (call.weight, call.head)]
     body, head = sum(map(_macs, linears)), sum(map(_macs, heads))
-    attention = sum(2 * call.heads * call.head_dim for call in calls if isinstance(call, Attention))
+    attention = sum(2 * call.heads * call.head_dim for call in calls if isinstance(call, Attention | EncoderAttention))
     token_kv = kv.bytes_per_block // kv.block_positions
     rows = sum(weight_bytes(call.weight) // max(call.weight.n, 1) for call in calls if isinstance(call, Embed))
     return (

@@ -96,6 +96,7 @@ class LaneInput:
     top_logprobs: int = -1  # -1 none; n >= 0: log-probability of the sampled id and of the n most likely ids
     logits: LogitRows = LogitRows.NONE
     adapter: int = 0  # reserved: adapter slot, 0 = none
+    types: Sequence[int] = ()  # of an encoder's lane: cur_len segments; none given = all 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +118,8 @@ class LaneOutput:
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
     logits: npt.NDArray[np.float32] | None  # [rows, vocab]
+    embedding: npt.NDArray[np.float32] | None = None  # [hidden], of an encoder that pools
+    scores: npt.NDArray[np.float32] | None = None  # [labels], of an encoder that classifies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

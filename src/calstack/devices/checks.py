@@ -11,6 +11,7 @@ import numpy as np
 from calstack.calbin.manifest import Manifest, Submodel
 from calstack.devices.base import LaneInput, Launch, LogitRows, TokenFrom
 from calstack.errors import DeviceError, RequestError
+from calstack.specs import Role
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,6 +32,7 @@ class Bounds:
 
     submodels: Mapping[str, Submodel]
     vocab: int
+    types: int  # segments of an encoder, 1 of a decoder
     kv_blocks: int
     block_positions: int
     late_masks: bool = False
@@ -39,7 +41,8 @@ class Bounds:
     def of(cls, manifest: Manifest, kv_blocks: int, *, late_masks: bool = False) -> Bounds:
         """Bounds of a calbin loaded with `kv_blocks` KV blocks on a device that takes late masks or not."""
         submodels = {s.key: s for s in manifest.submodels}
-        return cls(submodels, manifest.model.vocab, kv_blocks, manifest.kv.block_positions, late_masks)
+        encoder = manifest.model.encoder
+        return cls(submodels, manifest.model.vocab, encoder.types if encoder else 1, kv_blocks, manifest.kv.block_positions, late_masks)
 
 
 def check_launch(launch: Launch, bounds: Bounds, *, strict: bool = False) -> Submodel:
@@ -66,7 +69,7 @@ def check_launch(launch: Launch, bounds: Bounds, *, strict: bool = False) -> Sub
                 _check_sampling(index, lane, bounds.vocab)
     if not 0 < rows <= submodel.rows:
         raise DeviceError(f"{rows} rows, {submodel.key} takes 1 to {submodel.rows}", where="launch", remedy="split or fill the launch")
-    if strict:
+    if strict and submodel.role is not Role.ENCODE:
         _check_writers(launch.lanes, bounds.block_positions)
     return submodel
 
@@ -83,10 +86,23 @@ def _check_lane(index: int, lane: LaneInput, submodel: Submodel, bounds: Bounds)
         _refuse(index, f"{end} positions, {submodel.key} holds {submodel.context}")
     if lane.adapter != 0:
         _refuse(index, f"adapter {lane.adapter}: the calbin has no adapter slots")
+    if submodel.role is Role.ENCODE:
+        return _check_text(index, lane, bounds)
     _check_blocks(index, lane.blocks, -(-end // bounds.block_positions), bounds.kv_blocks)
     _check_tokens(index, lane, bounds.vocab)
     if lane.emit:
         _check_emit(index, lane, submodel, bounds)
+    return lane.cur_len
+
+
+def _check_text(index: int, lane: LaneInput, bounds: Bounds) -> int:
+    if lane.past_len or len(lane.blocks) or lane.emit or lane.logits != LogitRows.NONE or isinstance(lane.tokens, TokenFrom):
+        _refuse(index, "an encoder takes whole texts from the host, without KV blocks, and samples nothing")
+    _check_tokens(index, lane, bounds.vocab)
+    if len(lane.types) not in {0, lane.cur_len}:
+        _refuse(index, f"{len(lane.types)} types, cur_len is {lane.cur_len}")
+    if len(lane.types) and (min(lane.types) < 0 or max(lane.types) >= bounds.types):
+        _refuse(index, f"a type lies outside the {bounds.types} segments of the model")
     return lane.cur_len
 
 

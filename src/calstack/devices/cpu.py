@@ -89,9 +89,11 @@ class CpuDevice:
 
     def load(self, calbin: Path, *, kv_blocks: int) -> CalbinHandle:
         native = self._open()
-        if not 0 < kv_blocks <= _MOST_BLOCKS:
-            raise DeviceError(f"{kv_blocks} KV blocks, 1 to {_MOST_BLOCKS} can be reserved", where="cpu", remedy="choose another number")
         opened = open_calbin(calbin)
+        least = 1 if opened.manifest.kv.layers else 0
+        if not least <= kv_blocks <= _MOST_BLOCKS:
+            what = f"{kv_blocks} KV blocks, {least} to {_MOST_BLOCKS} can be reserved"
+            raise DeviceError(what, where="cpu", remedy="choose another number")
         if opened.manifest.weightless:
             raise ArtifactError("holds no parameters (feature weightless)", where=str(calbin), remedy="compile the model with its weights")
         check_fit(opened.manifest, OFFER)

@@ -8,7 +8,10 @@ from calstack.calbin.program import (
     AllGather,
     Attention,
     Call,
+    Classify,
     Embed,
+    EncoderAttention,
+    LayerNorm,
     Linear,
     LmHead,
     MoeCombine,
@@ -16,6 +19,7 @@ from calstack.calbin.program import (
     MoeRoute,
     NormAdd,
     NormLinear,
+    Pool,
     Program,
     QkNormRopeKv,
     RopeTable,
@@ -85,7 +89,7 @@ class _Translator:
 
     @call.register
     def _(self, c: Embed) -> None:
-        self._to.embed(c.layer, self._weight(c.weight), c.scale, self._buffers[c.out])
+        self._to.embed(c.layer, self._weight(c.weight), c.scale, self._buffers[c.out], c.index, c.add)
 
     @call.register
     def _(self, c: RopeTable) -> None:
@@ -111,7 +115,8 @@ class _Translator:
         if target is None:
             raise ArtifactError("a linear call has no output", where=self._program.submodel, remedy="compile the model again")
         weight = self._weight(c.weight)
-        self._to.linear(c.layer, self._buffers[c.x], weight, self._vector(c.bias), c.residual is not None, self._buffers[target])
+        bias, x = self._vector(c.bias), self._buffers[c.x]
+        self._to.linear(c.layer, x, weight, bias, c.residual is not None, c.activation, self._buffers[target])
 
     @call.register
     def _(self, c: QkNormRopeKv) -> None:
@@ -139,6 +144,26 @@ class _Translator:
     def _(self, c: NormAdd) -> None:
         self._norm(c.norm_kind)
         self._to.norm_add(c.layer, self._buffers[c.x], self._need(c.norm), c.eps, self._buffers[c.residual])
+
+    @call.register
+    def _(self, c: LayerNorm) -> None:
+        norm, bias = self._need(c.norm), self._need(c.bias)
+        self._to.layer_norm(c.layer, self._buffers[c.x], norm, bias, c.eps, self._buffers[c.out])
+
+    @call.register
+    def _(self, c: EncoderAttention) -> None:
+        rows = next(b.rows for b in self._program.buffers if b.name == c.kv)
+        heads = (c.heads, c.kv_heads, c.head_dim)
+        self._to.encoder_attention(c.layer, self._buffers[c.qkv], self._buffers[c.kv], rows, heads, c.scale, self._buffers[c.out])
+
+    @call.register
+    def _(self, c: Pool) -> None:
+        self._to.pool(c.layer, self._buffers[c.x], c.how, c.normalise)
+
+    @call.register
+    def _(self, c: Classify) -> None:
+        head = self._weight(c.head), self._vector(c.head_bias)
+        self._to.classify(c.layer, self._buffers[c.x], self._weight(c.weight), self._vector(c.bias), *head)
 
     @call.register
     def _(self, c: MoeRoute) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
 
 from calstack.errors import NotInCalbin, RequestError
+from calstack.text.pieces import PieceTable
 
 __all__ = ["Grammars", "Matcher", "load_grammars"]
 
@@ -77,7 +79,7 @@ class Grammars:
 
     def __init__(self, tokenizer_json: str, *, vocab: int, eos: Sequence[int]) -> None:
         self._words = -(-vocab // 32)
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(eos))
+        self._tokenizer = LLTokenizer(_vocabulary(tokenizer_json, vocab, eos), n_vocab=vocab, eos_token=list(eos))
         # a grammar's own cost is bounded, so that one request cannot hold the others up
         self._limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
@@ -91,6 +93,31 @@ class Grammars:
         if inner.is_error():
             raise RequestError(f"the grammar is refused: {_first_line(inner.get_error())}", where=f"$.{param}", param=param)
         return Matcher(inner, self._words)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance takes it from Python."""
+
+    def __init__(self, tokenizer: Tokenizer, tokenizer_json: str, vocab: int, eos: int) -> None:
+        pieces = PieceTable(tokenizer, tokenizer_json)
+        self.eos_token_id, self.bos_token_id = eos, None
+        self.tokens = [pieces.bytes_of(id_) for id_ in range(vocab)]
+        self.special_token_ids = sorted(pieces.special)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _vocabulary(tokenizer_json: str, vocab: int, eos: Sequence[int]) -> str | TokenizerWrapper:
+    """The tokenizer for llguidance. It reads a tokenizer.json itself, but takes every added token in pointed brackets for a special one,
+    also those that say `special: false` (`<think>`, `<tool_call>`): then it is told token by token."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not any(token.content.startswith("<") and token.content.endswith(">") and not token.special for token in added):
+        return tokenizer_json
+    return TokenizerWrapper(_Vocabulary(tokenizer, tokenizer_json, vocab, eos[0]))
 
 
 def load_grammars(calbin: Path, *, vocab: int, eos: Sequence[int]) -> Callable[[str], Matcher]:

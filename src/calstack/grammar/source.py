@@ -18,6 +18,8 @@ __all__ = ["MAX_GRAMMAR_BYTES", "MAX_NESTING", "GrammarSpec", "grammar_source"]
 
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_NESTING = 64
+# Between the parts of a JSON document: a blank, or a new line and its indentation. Weak models fill any limit with white space.
+_SPACE = {"whitespace_flexible": True, "whitespace_pattern": r" ?|\n[ \t]{0,32}"}
 
 Kind = Literal["json_schema", "json_object", "regex", "gbnf", "lark", "choice"]
 
@@ -50,10 +52,11 @@ def grammar_source(spec: GrammarSpec) -> str:
 
 def _convert(spec: GrammarSpec) -> str:
     if spec.kind == "json_object":
-        return LLMatcher.grammar_from_json_schema('{"type":"object"}')
+        return LLMatcher.grammar_from_json_schema(json.dumps(_spaced({"type": "object"})))
     if spec.kind == "json_schema":
-        _check_schema(spec, json.loads(spec.text))
-        return LLMatcher.grammar_from_json_schema(spec.text)
+        schema = json.loads(spec.text)
+        _check_schema(spec, schema)
+        return LLMatcher.grammar_from_json_schema(json.dumps(_spaced(schema), ensure_ascii=False))
     if spec.kind == "choice":
         return LLMatcher.grammar_from_lark(_choice(spec))
     if spec.kind == "regex":
@@ -61,6 +64,11 @@ def _convert(spec: GrammarSpec) -> str:
     if not spec.text.strip():
         raise _refused(spec, "the grammar is empty")
     return LLMatcher.grammar_from_lark(spec.text if spec.kind == "lark" else _gbnf_to_lark(spec))
+
+
+def _spaced(schema: Any) -> Any:
+    """The schema with our white space, unless it says itself what it wants."""
+    return schema if schema is False else {"x-guidance": _SPACE, **({} if schema is True else schema)}
 
 
 def _gbnf_to_lark(spec: GrammarSpec) -> str:

@@ -64,6 +64,10 @@ class CalbinFacts:
     @staticmethod
     def from_manifest(manifest: Manifest) -> CalbinFacts:
         """Raises ArtifactError naming what a calbin lacks to generate tokens."""
+        if manifest.model.encoder is not None:
+            raise ArtifactError(
+                "is an encoder and generates nothing", where=manifest.model.name, remedy="serve it for embeddings or scores"
+            )
         kv = manifest.kv.kind
         facts = CalbinFacts(
             name=manifest.model.name,

@@ -16,7 +16,10 @@ from calstack.calbin.program import (
     AllGather,
     Attention,
     Call,
+    Classify,
     Embed,
+    EncoderAttention,
+    LayerNorm,
     Linear,
     LmHead,
     MoeCombine,
@@ -125,6 +128,14 @@ def cost_of_call(call: Call, load: Load, kv: KVSpec, kv_heads: int) -> CallCost:
             return CallCost(12.0 * n * call.norm.n)
         case QkNormRopeKv():
             return CallCost(8.0 * n * (call.heads + 2 * call.kv_heads) * call.head_dim)
+        case LayerNorm():
+            return CallCost(8.0 * n * call.norm.n)
+        case EncoderAttention():
+            width = call.heads * call.head_dim
+            return CallCost(16.0 * n * (call.heads + 2 * call.kv_heads) * call.head_dim, float_ops=4.0 * n * load.keys * width)
+        case Classify():
+            both = [_product(weight, load.lanes) for weight in (call.weight, call.head)]
+            return CallCost(sum(c.bytes for c in both), sum(c.int8_ops for c in both), sum(c.float_ops for c in both))
         case _:
             return CallCost(0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from calstack.errors import RequestError
 from calstack.grammar import Grammars, GrammarSpec, Matcher, grammar_source
@@ -104,3 +104,25 @@ def test_schema_nested_too_deeply_is_refused_before_parsing(grammars: Grammars) 
     text = '{"items":' * 3000 + "{}" + "}" * 3000
     with pytest.raises(RequestError, match="nested"):
         _matcher(grammars, "json_schema", text)
+
+
+def test_added_token_in_brackets_that_is_not_special_is_text() -> None:
+    text = _byte_tokenizer()
+    text.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    size = text.get_vocab_size()
+    grammars = Grammars(text.to_str(), vocab=size, eos=[EOS])
+    matcher = grammars.matcher(grammar_source(GrammarSpec("lark", 'start: "<think>" /[a-z]+/', "grammar")))
+    (think,) = text.encode("<think>").ids
+    mask = matcher.mask()
+    assert mask[think >> 5] >> (think & 31) & 1
+    assert matcher.consume(think)
+    free = grammars.matcher(grammar_source(GrammarSpec("regex", r"(.|\n)*", "grammar")))
+    assert free.consume(think)
+
+
+def test_white_space_of_documents_is_bounded(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    assert _accepts(grammars, tokenizer, schema, "[\n  1,\n  2\n]")
+    assert _accepts(grammars, tokenizer, schema, "[1, 2]")
+    assert not _accepts(grammars, tokenizer, schema, "[" + "\n" * 3 + "1]")
+    assert not _accepts(grammars, tokenizer, schema, "[" + " " * 40 + "1]")

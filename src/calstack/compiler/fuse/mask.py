@@ -1,16 +1,16 @@
-"""The mask of a sliding window, as the canonical graph writes it."""
+"""The masks of a sliding window and of a text, as the canonical graphs write them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from calstack.compiler.fuse.match import made_by, scalar
-from calstack.graph.names import POSITIONS
+from calstack.graph.names import CUR_LEN, INPUT_IDS, POSITIONS
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-__all__ = ["window_of"]
+__all__ = ["is_text_mask", "window_of"]
 
 _OTHER = "its mask is not the one of a sliding window: positions - Range(0, past + q_len, 1) < window"
 
@@ -45,6 +45,22 @@ def _all_keys(keys: ir.Value | None, positions: ir.Value) -> bool:
     measured = [None if shape is None else (shape.inputs[0], _axis(shape)) for shape in shapes]
     past = [value for value, axis in filter(None, measured) if axis == 2 and value is not None and (value.name or "").startswith("kv.")]
     return len(past) == 1 and past[0].is_graph_input() and (positions, 1) in measured
+
+
+def is_text_mask(mask: ir.Value | None) -> bool:
+    """Whether `mask` lets every row see the first cur_seq_len rows: Expand(Unsqueeze(Range(0, q_len, 1) < cur_seq_len))."""
+    expand = made_by(mask, "Expand")
+    columns = made_by(expand.inputs[0], "Unsqueeze") if expand is not None else None
+    less = made_by(columns.inputs[0], "Less") if columns is not None else None
+    if less is None:
+        return False
+    rows, lengths = made_by(less.inputs[0], "Range"), made_by(less.inputs[1], "Unsqueeze")
+    if rows is None or lengths is None or scalar(rows.inputs[0]) != 0 or scalar(rows.inputs[2]) != 1:
+        return False
+    width = made_by(rows.inputs[1], "Squeeze")
+    shape = made_by(width.inputs[0], "Shape") if width is not None else None
+    read = None if shape is None or _axis(shape) != 1 else shape.inputs[0]
+    return read is not None and read.is_graph_input() and read.name == INPUT_IDS and lengths.inputs[0].name == CUR_LEN
 
 
 def _axis(shape: ir.Node) -> int:

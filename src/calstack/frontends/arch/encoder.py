@@ -145,7 +145,8 @@ class Encoder(nn.Module):
         width = op.Shape(ids, start=1, end=2)
         rows = op.Range(0, op.Squeeze(width, [0]), 1)
         used = op.Less(rows, op.Unsqueeze(lengths, [1]))  # [batch, q_len]
-        mask = op.Expand(op.Unsqueeze(used, [1, 2]), op.Concat(width, [1], axis=0))  # [batch, 1, q_len, q_len], as onnxruntime wants it
+        column = op.Shape(op.Unsqueeze(ids, [2]), start=1, end=3)  # [q_len, 1]
+        mask = op.Expand(op.Unsqueeze(used, [1, 2]), column)  # [batch, 1, q_len, q_len], as onnxruntime wants it
         x = self.encoder(op, self.embeddings(op, ids, positions, types), mask)
         return x, self._embedding(op, x, used, lengths), self._scores(op, x)
 
