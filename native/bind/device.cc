@@ -65,15 +65,23 @@ nb::object vector_array(const float* values, int count) {
   return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<1>>(data, 1, shape, owner));
 }
 
-nb::tuple lane_result(Lane& lane, const Calbin& calbin) {
+// What was sampled after one row: (token, log-probability, top ids, their log-probabilities).
+nb::tuple row_result(const Lane& lane, int row) {
   nb::list ids, logprobs;
-  for (int i = 0; i < lane.n_top; ++i) {
+  for (int i = row * kMostTop; i < row * kMostTop + lane.n_top; ++i) {
     ids.append(lane.top_ids[i]);
     logprobs.append(static_cast<double>(lane.top_logprobs[i]));
   }
-  const bool scored = lane.emit && lane.sampling.top_logprobs >= 0;
-  return nb::make_tuple(lane.token, scored ? static_cast<double>(lane.logprob) : std::nan(""), nb::tuple(ids), nb::tuple(logprobs),
-                        logits_array(lane, calbin.vocab), vector_array(lane.embedding, lane.cur > 0 ? calbin.embedding : 0),
+  const double logprob = lane.sampling.top_logprobs >= 0 ? static_cast<double>(lane.logprob[row]) : std::nan("");
+  return nb::make_tuple(lane.token[row], logprob, nb::tuple(ids), nb::tuple(logprobs));
+}
+
+// The last row's answer, logits, and the answers of the rows before it.
+nb::tuple lane_result(Lane& lane, const Calbin& calbin) {
+  nb::list before;
+  for (int row = 0; row < lane.emit - 1; ++row) before.append(row_result(lane, row));
+  const nb::tuple last = lane.emit > 0 ? row_result(lane, lane.emit - 1) : nb::make_tuple(-1, std::nan(""), nb::tuple(), nb::tuple());
+  return nb::make_tuple(last, logits_array(lane, calbin.vocab), nb::tuple(before), vector_array(lane.embedding, lane.cur > 0 ? calbin.embedding : 0),
                         vector_array(lane.scores, lane.cur > 0 ? calbin.labels : 0));
 }
 

@@ -1,5 +1,6 @@
 #include "read_python.h"
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 
@@ -61,13 +62,19 @@ T get(nb::handle object, const char* name) {
   return nb::cast<T>(object.attr(name));
 }
 
-size_t read_history(nb::handle input, Slot& slot, int index, SampleArgs& s, bool more) {
+// Behind the output ids come those that rows to be sampled later in the lane have in their history beside them.
+size_t read_history(nb::handle input, Slot& slot, int index, const Lane& lane, SampleArgs& s) {
+  const bool more = lane.from_ticket >= 0;
   int32_t* history = slot.history(index);
-  const int room = slot.history_room - (more ? 1 : 0);
+  const int room = slot.history_room - (more ? 1 : 0) - kMostEmit;
   s.n_prompt = read_ints(input.attr("prompt_history"), history, room, "prompt_history");
   s.prompt = history;
   s.output = history + s.n_prompt;
   s.n_output = read_ints(input.attr("output_history"), history + s.n_prompt, room - s.n_prompt, "output_history");
+  if (lane.emit > 1) {
+    const int32_t* drafted = slot.data.tokens + lane.first_row + lane.cur - lane.emit + 1;
+    std::copy(drafted, drafted + lane.emit - 1, history + s.n_prompt + s.n_output);
+  }
   return 4 * static_cast<size_t>(s.n_prompt + s.n_output);
 }
 
@@ -97,7 +104,7 @@ size_t read_sampling(nb::handle input, Slot& slot, int index, Lane& lane) {
   s.top_logprobs = get<int>(input, "top_logprobs");
   if (s.top_logprobs > kMostTop) refuse("top_logprobs", "is at most " + std::to_string(kMostTop));
   size_t bytes = read_bias(p.attr("logit_bias"), slot, index, s);
-  if (s.repetition != 1.0f || s.frequency != 0.0f || s.presence != 0.0f) bytes += read_history(input, slot, index, s, lane.from_ticket >= 0);
+  if (s.repetition != 1.0f || s.frequency != 0.0f || s.presence != 0.0f) bytes += read_history(input, slot, index, lane, s);
   nb::object draw = input.attr("draw");
   if (!draw.is_none()) {
     s.seed = get<uint64_t>(draw, "seed");
@@ -107,9 +114,10 @@ size_t read_sampling(nb::handle input, Slot& slot, int index, Lane& lane) {
   lane.late = get<bool>(input, "late_mask");
   nb::object mask = input.attr("mask");
   if (mask.is_none()) return bytes + 64;
-  read_words(mask, slot.mask(index), slot.mask_words, "mask");
+  const int words = lane.emit * slot.mask_words;
+  read_words(mask, slot.mask(index), words, "mask");
   s.mask = slot.mask(index);
-  return bytes + 64 + 4 * static_cast<size_t>(slot.mask_words);
+  return bytes + 64 + 4 * static_cast<size_t>(words);
 }
 
 size_t read_tokens(nb::handle input, Slot& slot, Lane& lane) {
@@ -165,8 +173,8 @@ int read_ints(nb::handle values, int32_t* out, int room, const char* what) {
 
 void read_words(nb::handle values, uint32_t* out, int count, const char* what) {
   const View v(values);
-  if (!v.held || v.b.ndim != 1 || v.b.itemsize != 4 || v.b.shape[0] != count)
-    refuse(what, "must be one contiguous row of " + std::to_string(count) + " 32-bit words");
+  if (!v.held || v.b.itemsize != 4 || v.b.len != static_cast<Py_ssize_t>(count) * 4)
+    refuse(what, "must be contiguous: " + std::to_string(count) + " 32-bit words");
   std::memcpy(out, v.b.buf, static_cast<size_t>(count) * 4);
 }
 
@@ -174,12 +182,12 @@ size_t read_lane(nb::handle input, Slot& slot, int index) {
   Lane& lane = slot.data.lane[static_cast<size_t>(index)];
   lane.past = get<int>(input, "past_len");
   lane.cur = get<int>(input, "cur_len");
-  lane.emit = get<bool>(input, "emit") && lane.cur > 0;
+  lane.emit = get<bool>(input, "emit") && lane.cur > 0 ? get<int>(input, "emit_rows") : 0;
+  if (lane.emit < 0 || lane.emit > std::min(std::max(lane.cur, 0), kMostEmit)) refuse("emit_rows", "lies beyond the lane's rows or the bound");
   const int logits = nb::cast<int>(nb::int_(input.attr("logits")));
   lane.last_logits = logits == 1 && lane.cur > 0;
   lane.all_logits = logits == 2 && lane.cur > 0;
   lane.from_ticket = -1;
-  lane.token = -1;
   lane.n_top = 0;
   lane.late = false;
   lane.sampling = SampleArgs{};
@@ -189,7 +197,7 @@ size_t read_lane(nb::handle input, Slot& slot, int index) {
   size_t bytes = 8 + read_tokens(input, slot, lane);
   bytes += read_types(input.attr("types"), slot, lane);
   bytes += 4 * static_cast<size_t>(read_ints(input.attr("blocks"), slot.table(index), slot.table_room, "blocks"));
-  if (lane.emit) bytes += read_sampling(input, slot, index, lane);
+  if (lane.emit > 0) bytes += read_sampling(input, slot, index, lane);
   make_logits(lane, slot.bias_room);
   return bytes;
 }

@@ -13,7 +13,7 @@ namespace calstack::bind {
 // than `room` or one does not fit 32 bits.
 int read_ints(nanobind::handle values, int32_t* out, int room, const char* what);
 
-// Copies a one-dimensional buffer of 4-byte elements of exactly `count` elements.
+// Copies a contiguous buffer of exactly `count` elements of 4 bytes.
 void read_words(nanobind::handle values, uint32_t* out, int count, const char* what);
 
 // Fills lane `index` of a slot from a LaneInput (devices/base.py); returns bytes taken.

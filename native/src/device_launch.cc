@@ -37,13 +37,14 @@ Slot::Slot(const Calbin& calbin, int id) : calbin_id(id) {
     calls = std::max(calls, p->calls.size());
   }
   table_room = (context + kBlockPositions - 1) / kBlockPositions;
-  history_room = context + 2;
+  history_room = context + 1 + kMostEmit;
   mask_words = (calbin.vocab + 31) / 32;
   bias_room = calbin.vocab;
   const size_t n = static_cast<size_t>(lanes), row_bytes = align64(static_cast<size_t>(rows) * 4);
   const auto per_lane = [n](int count) { return align64(n * static_cast<size_t>(count) * 4); };
-  const size_t parts[] = {row_bytes, row_bytes, row_bytes, row_bytes, per_lane(calbin.embedding), per_lane(calbin.labels), per_lane(table_room), per_lane(history_room), per_lane(mask_words),
-                          per_lane(bias_room), per_lane(bias_room), per_lane(kMostTop), per_lane(kMostTop)};
+  const size_t parts[] = {row_bytes, row_bytes, row_bytes, row_bytes, per_lane(calbin.embedding), per_lane(calbin.labels), per_lane(table_room),
+                          per_lane(history_room), per_lane(kMostEmit * mask_words), per_lane(bias_room), per_lane(bias_room),
+                          per_lane(kMostEmit * kMostTop), per_lane(kMostEmit * kMostTop)};
   size_t total = 0;
   for (const size_t part : parts) total += part;
   memory_ = Region(total);
@@ -70,8 +71,8 @@ Slot::Slot(const Calbin& calbin, int id) : calbin_id(id) {
   data.tables.resize(n);
   data.spans.resize(calls);
   for (size_t i = 0; i < n; ++i) {
-    data.lane[i].top_ids = top_ids + i * kMostTop;
-    data.lane[i].top_logprobs = top_logprobs + i * kMostTop;
+    data.lane[i].top_ids = top_ids + i * kMostEmit * kMostTop;
+    data.lane[i].top_logprobs = top_logprobs + i * kMostEmit * kMostTop;
     data.lane[i].embedding = embeddings + i * static_cast<size_t>(calbin.embedding);
     data.lane[i].scores = scores + i * static_cast<size_t>(calbin.labels);
     data.tables[i] = table(static_cast<int>(i));
@@ -93,6 +94,7 @@ void CpuDevice::check_lane(const Slot& slot, const Calbin& calbin, const Lane& l
   const auto in_vocab = [&](const int32_t* ids, int n) { return std::all_of(ids, ids + n, [&](int32_t t) { return t >= 0 && t < calbin.vocab; }); };
   if (lane.from_ticket < 0 && !in_vocab(slot.data.tokens + lane.first_row, lane.cur)) refuse(index, "a token id lies outside the vocabulary");
   const SampleArgs& s = lane.sampling;
+  if (lane.emit < 0 || lane.emit > std::min(lane.cur, kMostEmit)) refuse(index, "more rows are sampled than it has or may have");
   if (!in_vocab(s.prompt, s.n_prompt) || !in_vocab(s.output, s.n_output)) refuse(index, "a history id lies outside the vocabulary");
   if (!in_vocab(s.bias_ids, s.n_bias)) refuse(index, "a bias id lies outside the vocabulary");
 }
@@ -125,7 +127,7 @@ void CpuDevice::remember(const Slot& slot) {
   s.lanes = slot.data.lanes;
   s.ready = false;
   s.tokens.clear();
-  for (int i = 0; i < s.lanes; ++i) s.tokens.push_back(slot.data.lane[static_cast<size_t>(i)].emit ? 0 : -1);
+  for (int i = 0; i < s.lanes; ++i) s.tokens.push_back(slot.data.lane[static_cast<size_t>(i)].emit > 0 ? 0 : -1);
 }
 
 // Between two launches the mutex is taken once: whoever waits for the first is woken when the second has been picked, for a thread
@@ -309,9 +311,10 @@ void CpuDevice::finish(Slot& slot) {
   Sampled& s = sampled_[static_cast<size_t>(slot.ticket) % sampled_.size()];
   for (int i = 0; i < slot.data.lanes; ++i) {
     const Lane& lane = slot.data.lane[static_cast<size_t>(i)];
-    if (!lane.emit || lane.cur == 0) continue;
-    s.tokens[static_cast<size_t>(i)] = lane.token;
-    slot.data.d2h_bytes += sizeof(int32_t) + (lane.sampling.top_logprobs >= 0 ? sizeof(float) + static_cast<size_t>(lane.n_top) * 8 : 0);
+    if (lane.emit == 0 || lane.cur == 0) continue;
+    s.tokens[static_cast<size_t>(i)] = lane.last_token();
+    const size_t scores = lane.sampling.top_logprobs >= 0 ? sizeof(float) + static_cast<size_t>(lane.n_top) * 8 : 0;
+    slot.data.d2h_bytes += static_cast<size_t>(lane.emit) * (sizeof(int32_t) + scores);
   }
   s.ready = true;
   slot.data.d2h_ns += now_ns() - before;

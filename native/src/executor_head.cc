@@ -1,6 +1,7 @@
 // lm_head: only for rows that emit or whose logits were asked for, in chunks of kHeadRows.
 #include <time.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -23,7 +24,16 @@ bool has_nan(const float* x, int n) {
   return bad != 0;
 }
 
-constexpr int kNoToken = -2;  // the sampler found no token for this lane
+constexpr int kNoToken = -2;  // the sampler found no token for this row
+
+// Sampled row `at` of a lane: each is one output further than the one before, whose input token belongs to its history.
+SampleArgs row_sampling(const Lane& lane, int at, int vocab) {
+  SampleArgs s = lane.sampling;
+  s.index += static_cast<uint64_t>(at);
+  if (s.output != nullptr) s.n_output += at;
+  if (s.mask != nullptr) s.mask += static_cast<size_t>(at) * static_cast<size_t>((vocab + 31) / 32);
+  return s;
+}
 
 }  // namespace
 
@@ -34,12 +44,12 @@ void Executor::lm_head(const Calbin& calbin, const Call& c, LaunchData& launch) 
   s.head.clear();
   for (int i = 0; i < launch.lanes; ++i) {
     Lane& lane = launch.lane[static_cast<size_t>(i)];
-    if (lane.cur == 0 || (!lane.emit && lane.logit_rows() == 0)) continue;
-    const int first = lane.all_logits ? 0 : lane.cur - 1;
+    const int sampled = lane.cur - lane.emit, last = lane.cur - lane.logit_rows();
+    const int first = std::min(sampled, last);
     for (int r = first; r < lane.cur; ++r) {
-      float* to = lane.logit_rows() > 0 ? lane.logits.get() + static_cast<size_t>(r - first) * static_cast<size_t>(calbin.vocab) : nullptr;
+      float* to = r >= last ? lane.logits.get() + static_cast<size_t>(r - last) * static_cast<size_t>(calbin.vocab) : nullptr;
       std::memcpy(s.head_x.as<float>() + s.head.size() * width, x + static_cast<size_t>(lane.first_row + r) * width, width * sizeof(float));
-      s.head.push_back({lane.first_row + r, i, to, lane.emit && r == lane.cur - 1});
+      s.head.push_back({lane.first_row + r, i, to, std::max(r - sampled, -1)});
       if (s.head.size() == kHeadRows) head_chunk(calbin, c, launch, kHeadRows);
       if (halted_) return;
     }
@@ -92,14 +102,15 @@ void Executor::sample(const Call& c, int vocab, LaunchData& launch, int count) {
   pool_.run(count, {1, 1}, [&](int b, int e, int w) {
     for (int i = b; i < e; ++i) {
       const HeadRow& row = scratch_->head[static_cast<size_t>(i)];
-      if (!row.sample) continue;
+      if (row.sample < 0) continue;
       Lane& lane = launch.lane[static_cast<size_t>(row.lane)];
-      SampleOut out{-1, 0.0f, lane.top_ids, lane.top_logprobs};
+      const int at = row.sample;
+      SampleOut out{-1, 0.0f, lane.top_ids + at * kMostTop, lane.top_logprobs + at * kMostTop};
       float* logits = scratch_->logits.as<float>() + static_cast<size_t>(i) * static_cast<size_t>(vocab);
       const float softcap = row.logits == nullptr ? c.softcap : 0.0f;  // rows given back have it already
-      kernels_.sample(logits, vocab, softcap, lane.sampling, out, scratch_->worker[static_cast<size_t>(w)].sample.data());
-      lane.token = out.token < 0 || lane.failed ? kNoToken : out.token;
-      lane.logprob = out.logprob;
+      kernels_.sample(logits, vocab, softcap, row_sampling(lane, at, vocab), out, scratch_->worker[static_cast<size_t>(w)].sample.data());
+      lane.token[at] = out.token < 0 || lane.failed ? kNoToken : out.token;
+      lane.logprob[at] = out.logprob;
       lane.n_top = lane.sampling.top_logprobs > 0 ? lane.sampling.top_logprobs : 0;
     }
   });

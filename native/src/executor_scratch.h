@@ -22,7 +22,7 @@ struct AttentionItem {
 struct HeadRow {
   int row, lane;
   float* logits;  // where they go on the host, or null
-  bool sample;
+  int sample;     // which of the lane's sampled rows it is, or -1
 };
 
 // An expert with work: pairs [first, first + count).

@@ -10,7 +10,7 @@ int64_t head_rows(const LaunchData& launch) {
   int64_t rows = 0;
   for (int i = 0; i < launch.lanes; ++i) {
     const Lane& lane = launch.lane[static_cast<size_t>(i)];
-    rows += lane.all_logits ? lane.cur : (lane.emit || lane.last_logits) && lane.cur > 0 ? 1 : 0;
+    rows += lane.cur > 0 ? std::max(lane.emit, lane.logit_rows()) : 0;
   }
   return rows;
 }

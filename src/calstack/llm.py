@@ -22,9 +22,10 @@ import numpy.typing as npt
 from calstack.devices.base import Device, LaneInput, LogitRows, OpenOptions
 from calstack.devices.registry import open_device
 from calstack.engine.assemble import assemble
+from calstack.engine.core import Core
 from calstack.engine.driver import Driver
 from calstack.engine.options import EngineOptions
-from calstack.errors import CalstackError, ContextSizeError, OverloadedError, RequestError
+from calstack.errors import ArtifactError, CalstackError, ContextSizeError, OverloadedError, RequestError
 from calstack.grammar import GrammarSpec, Matcher, grammar_source, load_grammars
 from calstack.runtime.facts import CalbinFacts, Extent
 from calstack.server.model import ServedModel, load_model
@@ -93,6 +94,8 @@ def load(
     """
     path = Path(calbin)
     model = load_model(path)
+    if model.spec.encoder is not None:
+        raise ArtifactError("is an encoder and generates nothing", where=str(path), remedy="serve it for embeddings or scores")
     opened = open_device(device, open_options) if isinstance(device, str) else device
     try:
         grammars = partial(_grammars, path)
@@ -108,7 +111,8 @@ class LLM:
     """A loaded calbin. Generations may interleave (each is an iterator that drives all of them); one thread only."""
 
     def __init__(self, driver: Driver, model: ServedModel, *, owns_device: bool = True) -> None:
-        self.driver, self.model = driver, model
+        assert isinstance(driver.core, Core), "of a decoder"
+        self.driver, self.core, self.model = driver, driver.core, model
         self._owns_device = owns_device
         self._streams: dict[str, deque[TokenOut]] = {}
         self._count = 0
@@ -203,7 +207,7 @@ class LLM:
 
     def _step(self) -> None:
         """Turn, and sleep in the device when the turn brought nothing."""
-        core, before = self.driver.core, self.driver.core.in_flight
+        core, before = self.core, self.core.in_flight
         if not self._turn() and (before or not core.in_flight):
             self.driver.wait(_SLEEP_S)
 
@@ -233,7 +237,7 @@ class LLM:
         Raises:
             OverloadedError: while generations run (the launches go past the engine's queue).
         """
-        core, facts = self.driver.core, self.driver.core.facts
+        core, facts = self.core, self.core.facts
         if not core.idle:
             raise OverloadedError("scoring needs an idle engine", retry_after=1.0)
         if len(ids) > core.context:
@@ -247,7 +251,7 @@ class LLM:
             core.pool.release(blocks)
 
     def _score(self, ids: Sequence[int], blocks: list[int], chunk: int) -> Iterator[npt.NDArray[np.float32]]:
-        facts, start = self.driver.core.facts, 0
+        facts, start = self.core.facts, 0
         largest = max(min(s.q_len, s.rows) for s in facts.of_role(Role.PREFILL) if s.context >= len(ids))
         size = min(chunk or largest, largest, facts.max_tokens_per_launch)
         while start < len(ids):

@@ -11,6 +11,7 @@ import msgspec
 from calstack.errors import RequestError
 
 __all__ = [
+    "MOST_EXTEND",
     "Activation",
     "DType",
     "DrawKey",
@@ -28,6 +29,9 @@ __all__ = [
     "WeightFormat",
     "parse_quant",
 ]
+
+
+MOST_EXTEND = 8  # tokens of a lane in a launch of an extend submodel
 
 
 class DType(enum.StrEnum):

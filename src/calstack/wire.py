@@ -20,6 +20,8 @@ __all__ = [
     "DeviceAnswer",
     "DeviceCommand",
     "Drain",
+    "Encode",
+    "Encoded",
     "EngineFailed",
     "EngineMessage",
     "EngineStats",
@@ -77,8 +79,17 @@ class Submit(_Msg, frozen=True, kw_only=True):
     key: str = ""  # owner of the request, for fair shares; "" = everybody without one
 
 
+class Encode(_Msg, frozen=True, kw_only=True):
+    """Texts for an encoder; answered by one Encoded."""
+
+    request: str  # unique, chosen by the server
+    texts: tuple[tuple[int, ...], ...]
+    second: tuple[int, ...] = ()  # per text where its second segment begins, 0 = it has none; empty = no text has one
+    deadline_ms: int = 0  # from arrival; 0 = none
+
+
 class Cancel(_Msg, frozen=True, kw_only=True):
-    """Forget a request; answered by its Finish (reason "cancelled") unless it has ended already."""
+    """Forget a request; answered by its Finish (reason "cancelled") unless it has ended already. Texts are forgotten without an answer."""
 
     request: str
 
@@ -103,7 +114,7 @@ class DeviceCommand(_Msg, frozen=True, kw_only=True):
     value: str = ""
 
 
-ServerMessage = Submit | Cancel | StatsRequest | DeviceCommand | Drain | Stop
+ServerMessage = Submit | Encode | Cancel | StatsRequest | DeviceCommand | Drain | Stop
 
 
 # --- engine → server ---------------------------------------------------------------------------------------------------------
@@ -177,10 +188,20 @@ class TokenOut(_Value, frozen=True, kw_only=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Encoded(_Value, frozen=True, kw_only=True):
+    """The one end of an Encode: per text what the encoder has of both, little-endian f32, or an error."""
+
+    request: str
+    embeddings: tuple[bytes, ...] = ()
+    scores: tuple[bytes, ...] = ()
+    error: ErrorValue | None = None
+    queue_ms: float = 0.0
+
+
 class LaunchTimes(_Value, frozen=True, kw_only=True):
     """One launch, for the histograms."""
 
-    phase: Literal["prefill", "decode"]
+    phase: Literal["prefill", "decode", "encode"]
     submodel: str
     rows: int  # rows computed
     useful_rows: int  # rows that belonged to a request
@@ -195,6 +216,7 @@ class StepOutput(_Msg, frozen=True, kw_only=True):
 
     tokens: tuple[TokenOut, ...]
     launches: tuple[LaunchTimes, ...] = ()
+    encoded: tuple[Encoded, ...] = ()
 
 
 class EngineStats(_Msg, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from calstack.devices.registry import open_device
 from calstack.errors import ArtifactError, DeviceError, UnsupportedError
 from calstack.native import kernels
 from calstack.specs import QuantSpec, WeightFormat
-from tests.golden.test_encoder_vectors import pooled_directory
+from tests.support.encoders import sentence_encoder
 from tests.support.gguf_files import DATA
 
 VECTORS = load_file(Path(__file__).parent / "models/tiny-bert.safetensors")
@@ -73,7 +73,7 @@ def test_scores_equal_transformers(device: Device, calbins: dict[WeightFormat, P
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 @pytest.mark.parametrize("normalise", [True, False])
 def test_embeddings_are_transformers_states_pooled(device: Device, tmp_path: Path, pooling: str, normalise: bool) -> None:
-    source = pooled_directory(tmp_path, pooling, normalise=normalise)
+    source = sentence_encoder(tmp_path / "st", pooling, normalise=normalise)
     calbin = api.compile_model(source, tmp_path / "st.calbin", options=options(WeightFormat.F32))
     for out, states, n in zip(run(device, calbin, texts_of_vectors()), VECTORS["hidden"], VECTORS["lengths"], strict=True):
         want = states[0] if pooling == "cls" else states[:n].mean(0)
@@ -139,7 +139,7 @@ def test_a_launch_that_no_encoder_can_take_is_refused(calbins: dict[WeightFormat
 
 
 def test_an_encoder_that_gives_nothing_is_refused_with_what_is_missing(tmp_path: Path) -> None:
-    source = pooled_directory(tmp_path, "mean", normalise=False)
+    source = sentence_encoder(tmp_path / "st", "mean", normalise=False)
     (source / "modules.json").unlink()
     with pytest.raises(UnsupportedError, match=r"modules\.json"):
         api.compile_model(source, tmp_path / "none.calbin", options=options(WeightFormat.F32))

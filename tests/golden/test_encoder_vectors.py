@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from calstack.errors import UnsupportedError
 from calstack.frontends import open_source
 from calstack.frontends.onnx_dir import keep_onnx
 from calstack.graph.encode import run_encoder
 from calstack.graph.model import GraphBundle
+from tests.support.encoders import sentence_encoder
 from tests.support.gguf_files import DATA
 
 VECTORS = Path(__file__).parent / "models/tiny-bert.safetensors"
@@ -51,30 +51,9 @@ def test_kept_graphs_are_read_again(tmp_path: Path) -> None:
     assert relative(found["scores"], vectors["scores"]) <= 1e-5
 
 
-def pooled_directory(tmp_path: Path, pooling: str, *, normalise: bool) -> Path:
-    """The tiny encoder as a sentence-transformers directory."""
-    directory = tmp_path / "st"
-    (directory / "1_Pooling").mkdir(parents=True)
-    for file in (DATA / "tiny-bert").iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
-    weights = load_file(directory / "model.safetensors")
-    save_file({name: array for name, array in weights.items() if not name.startswith("classifier")}, directory / "model.safetensors")
-    config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, object])
-    (directory / "config.json").write_bytes(msgspec.json.encode(config | {"architectures": ["BertModel"]}))
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if normalise else [])]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"} for i, (path, kind) in enumerate(kinds)
-    ]
-    (directory / "modules.json").write_bytes(msgspec.json.encode(modules))
-    modes = {f"pooling_mode_{mode}": mode.startswith(pooling) for mode in ("cls_token", "mean_tokens", "max_tokens")}
-    (directory / "1_Pooling/config.json").write_bytes(msgspec.json.encode({"word_embedding_dimension": 32} | modes))
-    (directory / "sentence_bert_config.json").write_bytes(b'{"max_seq_length": 48}')
-    return directory
-
-
 def pooled(tmp_path: Path, pooling: str, *, normalise: bool) -> GraphBundle:
     """Opened."""
-    return open_source(pooled_directory(tmp_path, pooling, normalise=normalise))
+    return open_source(sentence_encoder(tmp_path / "st", pooling, normalise=normalise))
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -38,6 +39,18 @@ class Ladder:
         self.count += 1
         self.state = (self.state * 31 + token + 1) % 1009
         return True
+
+    def peek(self, ids: Sequence[int]) -> list[Mask]:
+        ahead = copy.copy(self)
+        masks: list[Mask] = []
+        for token in ids:
+            if not ahead.consume(token) or ahead.finished:
+                break
+            masks.append(ahead.mask())
+        return masks
+
+    def forced(self) -> list[int]:
+        return []
 
     @property
     def finished(self) -> bool:

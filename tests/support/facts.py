@@ -15,10 +15,11 @@ def small_facts(
     *, batches: tuple[int, ...] = (1, 4, 8), context: int = 96, block: int = 8, rows: int = 32, vocab: int = 97, eos: tuple[int, ...] = ()
 ) -> CalbinFacts:
     decode = tuple(submodel(Role.DECODE, b, 1, context) for b in batches)
+    extend = tuple(submodel(Role.EXTEND, b, 8, context, min(8 * b, rows)) for b in batches)
     prefill = (submodel(Role.PREFILL, 4, rows, context, rows),)
     return CalbinFacts(
         name="small",
-        submodels=(*decode, *prefill),
+        submodels=(*decode, *extend, *prefill),
         max_tokens_per_launch=rows,
         late_inputs=False,
         block_positions=block,

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,6 +31,7 @@ from calstack.devices.base import (
     Launch,
     LogitRows,
     QueueFull,
+    RowOutput,
     Ticket,
     TokenFrom,
 )
@@ -233,6 +235,8 @@ class FakeDevice:
             assert len(lane.tokens) == lane.cur_len
             assert all(0 <= t < self.facts.vocab for t in lane.tokens)
         assert not lane.emit or lane.sampling is not None
+        assert 1 <= lane.emit_rows <= lane.cur_len or not lane.emit
+        assert lane.emit_rows == 1 or not lane.late_mask
         assert not lane.late_mask or (self.late and lane.emit and lane.mask is None)
 
     def _advance(self) -> None:
@@ -272,25 +276,31 @@ class FakeDevice:
         for i, token in enumerate(tokens):
             position = lane.past_len + i
             self._cells[lane.blocks[position // size], position % size] = (position, token)
-        token = -1
-        if lane.emit:
-            assert lane.sampling is not None
-            seen = lane.past_len + lane.cur_len
-            cells = [self._cells[lane.blocks[p // size], p % size] for p in range(seen)]
-            output = tuple(lane.output_history)
-            if lane.sampling.needs_history and isinstance(source, TokenFrom):
-                output = (*output, tokens[0])
-            token = sample(cells, lane.sampling, lane.draw, (tuple(lane.prompt_history), output), self.facts.vocab)
-            mask = self._masks.pop((ticket, index)) if lane.late_mask else lane.mask
-            token = masked(token, mask, self.facts.vocab)
-        self._ids.setdefault(ticket, []).append(token)
+        count = lane.emit_rows if lane.emit else 0
+        ids = [self._row(ticket, index, lane, tokens, row) for row in range(count)]
+        self._ids.setdefault(ticket, []).append(ids[-1] if ids else -1)
         logits = None
         if lane.logits is not LogitRows.NONE:
             rows = lane.cur_len if lane.logits is LogitRows.ALL else 1
             logits = np.zeros((rows, self.facts.vocab), np.float32)
         wanted = lane.top_logprobs >= 0
         top = tuple(range(max(lane.top_logprobs, 0)))
-        return LaneOutput(token, -0.5 if wanted else float("nan"), top, tuple(-1.0 for _ in top), logits)
+        rows_out = [RowOutput(token, -0.5 if wanted else float("nan"), top, tuple(-1.0 for _ in top)) for token in ids or [-1]]
+        last = rows_out[-1]
+        return LaneOutput(last.token, last.logprob, last.top_ids, last.top_logprobs, logits, tuple(rows_out[:-1]))
+
+    def _row(self, ticket: Ticket, index: int, lane: LaneInput, tokens: list[int], row: int) -> int:
+        assert lane.sampling is not None
+        size = self.facts.block_positions
+        seen = lane.past_len + lane.cur_len - lane.emit_rows + 1 + row
+        cells = [self._cells[lane.blocks[p // size], p % size] for p in range(seen)]
+        output = tuple(lane.output_history)
+        if lane.sampling.needs_history:
+            output = (*output, *(tokens if isinstance(lane.tokens, TokenFrom) else tokens[len(tokens) - lane.emit_rows + 1 :][:row]))
+        draw = lane.draw and msgspec.structs.replace(lane.draw, index=lane.draw.index + row)
+        token = sample(cells, lane.sampling, draw, (tuple(lane.prompt_history), output), self.facts.vocab)
+        mask = self._masks.pop((ticket, index)) if lane.late_mask else lane.mask
+        return masked(token, mask if mask is None or lane.emit_rows == 1 else mask[row], self.facts.vocab)
 
     def _completion(self, job: _Job, lanes: tuple[LaneOutput, ...], end: int, error: Exception | None) -> Completion:
         rows = sum(lane.cur_len for lane in job.launch.lanes)

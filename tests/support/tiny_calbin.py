@@ -70,6 +70,10 @@ class Tiny:
         return f"prefill.b{self.batch}.q{self.prefill_rows}.c{self.context}.paged"
 
     @property
+    def extend(self) -> str:
+        return f"extend.b{self.batch}.q8.c{self.context}.paged"
+
+    @property
     def decode(self) -> str:
         return f"decode.b{self.batch}.q1.c{self.context}.paged"
 
@@ -102,7 +106,9 @@ def write_tiny(path: Path, t: Tiny) -> Path:
     params = weights(t)
     packed = {name: _packed(name, value, t) for name, value in params.items()}
     with CalbinWriter(path) as writer:
-        programs = {key: _program(t, key, rows) for key, rows in ((t.prefill, t.prefill_rows), (t.decode, t.batch))}
+        programs = {
+            key: _program(t, key, rows) for key, rows in ((t.prefill, t.prefill_rows), (t.decode, t.batch), (t.extend, 8 * t.batch))
+        }
         for key, program in programs.items():
             writer.add_program(f"programs/{key}.json", program)
         with writer.shard("params/chip0.safetensors", [(n, v.nbytes) for n, v in packed.items()]) as shard:
@@ -227,6 +233,7 @@ def _manifest(t: Tiny, params: dict[str, np.ndarray], packed: dict[str, np.ndarr
         submodels=(
             _submodel(t, t.prefill, Role.PREFILL, t.prefill_rows, t.prefill_rows),
             _submodel(t, t.decode, Role.DECODE, 1, t.batch),
+            _submodel(t, t.extend, Role.EXTEND, 8, 8 * t.batch),
         ),
         constraints=Constraints(max_tokens_per_launch=t.prefill_rows, mixed_prefill_decode=False, late_inputs=False, kv=("paged",)),
         kv=KVSpec(

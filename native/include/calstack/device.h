@@ -47,7 +47,7 @@ class Slot {
   // Per-lane arrays with their capacities, filled by whoever prepares the launch.
   int32_t* table(int lane) const { return tables_ + static_cast<size_t>(lane) * static_cast<size_t>(table_room); }
   int32_t* history(int lane) const { return history_ + static_cast<size_t>(lane) * static_cast<size_t>(history_room); }
-  uint32_t* mask(int lane) const { return mask_ + static_cast<size_t>(lane) * static_cast<size_t>(mask_words); }
+  uint32_t* mask(int lane) const { return mask_ + static_cast<size_t>(lane) * static_cast<size_t>(kMostEmit * mask_words); }
   int32_t* bias_ids(int lane) const { return bias_ids_ + static_cast<size_t>(lane) * static_cast<size_t>(bias_room); }
   float* bias(int lane) const { return bias_ + static_cast<size_t>(lane) * static_cast<size_t>(bias_room); }
   int table_room, history_room, mask_words, bias_room;

@@ -137,21 +137,24 @@ struct Program {
 
 constexpr int kMostTop = 64;    // log-probabilities of a row
 constexpr int kHeadRows = 64;   // rows that lm_head takes at once
+constexpr int kMostEmit = 8;    // rows of a lane that are sampled
 
 // One lane of a launch: what went in, what came out. Arrays belong to the LaunchData.
 struct Lane {
   int past = 0, cur = 0, first_row = 0;
-  bool emit = false, all_logits = false, last_logits = false, failed = false;
+  bool all_logits = false, last_logits = false, failed = false;
+  int emit = 0;       // of the lane's last rows, those that a token is sampled after
   bool late = false;  // the mask is still to come; guarded by the device once the launch is queued
   int64_t from_ticket = -1;  // token source: an earlier launch, or -1
   int from_lane = 0;
   SampleArgs sampling{};
-  int32_t token = -1;
-  float logprob = 0.0f;
+  int32_t token[kMostEmit] = {};  // by sampled row; kMostTop ids and log-probabilities each
+  float logprob[kMostEmit] = {};
   int n_top = 0;
   int32_t* top_ids = nullptr;
   float* top_logprobs = nullptr;
   std::unique_ptr<float[]> logits;
+  int32_t last_token() const { return emit > 0 ? token[emit - 1] : -1; }
   float *embedding = nullptr, *scores = nullptr;  // of an encoder
   int logit_rows() const { return all_logits ? cur : last_logits ? 1 : 0; }
 };

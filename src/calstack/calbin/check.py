@@ -22,7 +22,7 @@ from calstack.calbin.program import (
     QkNormRopeKv,
 )
 from calstack.errors import ArtifactError
-from calstack.specs import Role
+from calstack.specs import MOST_EXTEND, Role
 
 __all__ = ["ALIGN", "MOST", "check_manifest", "check_program"]
 
@@ -96,7 +96,7 @@ def _references(m: Manifest) -> Iterator[tuple[str, str]]:
 def _submodel_faults(where: str, s: Submodel) -> Iterator[tuple[str, str]]:
     yield from out_of_range(f"{where}.batch", s.batch, MOST["batch"])
     yield from out_of_range(f"{where}.rows", s.rows, MOST["rows"])
-    yield from out_of_range(f"{where}.q_len", s.q_len, MOST["rows"])
+    yield from out_of_range(f"{where}.q_len", s.q_len, MOST_EXTEND if s.role is Role.EXTEND else MOST["rows"])
     yield from out_of_range(f"{where}.context", s.context, MOST["context"])
 
 

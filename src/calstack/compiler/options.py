@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from calstack.errors import UsageError
-from calstack.specs import KVDType, ModelSpec, QuantSpec
+from calstack.specs import MOST_EXTEND, KVDType, ModelSpec, QuantSpec
 
 __all__ = ["CompileOptions"]
 
@@ -20,6 +20,7 @@ class CompileOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     batches: tuple[int, ...] = (1, 4, 8, 16)  # of the decode submodels
     context: int = 0  # most positions of a lane; 0 = the model's own, at most 8,192
     prefill_rows: int = 512  # most tokens of a prefill launch
+    extend: int = MOST_EXTEND  # most tokens of a lane of the extend submodels, which verify drafts; 0 = none of them
     kv_dtype: KVDType = KVDType.BF16
 
     def check(self, spec: ModelSpec) -> int:
@@ -36,4 +37,6 @@ class CompileOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise UsageError(f"must lie in {least}..{spec.context}", where="--context", remedy=f"{self.context} was asked for")
         if not max(16, *self.batches) <= self.prefill_rows <= 8192:
             raise UsageError("must lie in 16..8192 and not below the largest batch", where="prefill_rows")
+        if self.extend and not 2 <= self.extend <= MOST_EXTEND:
+            raise UsageError(f"must be 0 or lie in 2..{MOST_EXTEND}", where="extend", remedy=f"{self.extend} was asked for")
         return context

@@ -35,6 +35,11 @@ class _Size:
     context: int
 
     @property
+    def graph(self) -> Role:
+        """The role whose graph it is made from: an extend is a decode of more tokens."""
+        return Role.DECODE if self.role is Role.EXTEND else self.role
+
+    @property
     def key(self) -> str:
         return f"{self.role}.b{self.batch}.q{self.q_len}.c{self.context}.{self.kv}"
 
@@ -46,14 +51,16 @@ class _Size:
 def draft_submodels(
     lowered: Mapping[Role, Lowered], kv: KVSpec, options: CompileOptions, context: int, shards: Shards
 ) -> tuple[Draft, ...]:
-    """One prefill that takes chunks of as many lanes as the largest batch, and a decode per batch; of an encoder one submodel that takes
-    whole texts. Their tensors are noted in `shards`."""
+    """One prefill that takes chunks of as many lanes as the largest batch, and per batch a decode and an extend; of an encoder
+    one submodel that takes whole texts. Their tensors are noted in `shards`."""
     rows = min(options.prefill_rows, context)
-    most = max(options.batches)
+    most, batches = max(options.batches), sorted(options.batches)
     sizes = [_Size(Role.PREFILL, most, rows, rows, context)]
-    sizes += [_Size(Role.DECODE, batch, 1, batch, context) for batch in sorted(options.batches)]
+    sizes += [_Size(Role.DECODE, batch, 1, batch, context) for batch in batches]
+    if options.extend:
+        sizes += [_Size(Role.EXTEND, batch, options.extend, min(batch * options.extend, rows), context) for batch in batches]
     sizes.append(_Size(Role.ENCODE, most, context, max(options.prefill_rows, context), context))
-    return tuple(_draft(size, lowered[size.role], kv, shards) for size in sizes if size.role in lowered)
+    return tuple(_draft(size, lowered[size.graph], kv, shards) for size in sizes if size.graph in lowered)
 
 
 def _draft(size: _Size, lowered: Lowered, kv: KVSpec, shards: Shards) -> Draft:

@@ -38,6 +38,7 @@ __all__ = [
     "LogitRows",
     "OpenOptions",
     "QueueFull",
+    "RowOutput",
     "Ticket",
     "TokenFrom",
 ]
@@ -91,11 +92,14 @@ class LaneInput:
     prompt_history: Sequence[int] = ()  # prompt ids, only when sampling.needs_history
     output_history: Sequence[int] = ()  # output ids so far, only when sampling.needs_history;
     # with a TokenFrom source the device appends that token itself
-    mask: npt.NDArray[np.int32] | None = None  # token bitmask, ceil(vocab / 32) words, bit set = allowed; None = all allowed
+    mask: npt.NDArray[np.int32] | None = None  # token bitmask, ceil(vocab / 32) words, bit set = allowed; None = all allowed;
+    # with emit_rows > 1 one row of words for each
     late_mask: bool = False  # the mask comes with `give_mask`, after submit; only on a device with late inputs, with emit
     top_logprobs: int = -1  # -1 none; n >= 0: log-probability of the sampled id and of the n most likely ids
     logits: LogitRows = LogitRows.NONE
     adapter: int = 0  # reserved: adapter slot, 0 = none
+    emit_rows: int = 1  # with emit, of the last rows those that a token is sampled after; more than 1 (at most MOST_EXTEND) only on
+    # an `extend` submodel. Row j of them draws output index draw.index + j, with the ids before it in the launch in its history
     types: Sequence[int] = ()  # of an encoder's lane: cur_len segments; none given = all 0
 
 
@@ -110,6 +114,16 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RowOutput:
+    """What was sampled after one row."""
+
+    token: int
+    logprob: float  # as in LaneOutput
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LaneOutput:
     """What a lane gives back; lanes that asked for nothing have token -1 and empty arrays."""
 
@@ -118,6 +132,7 @@ class LaneOutput:
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
     logits: npt.NDArray[np.float32] | None  # [rows, vocab]
+    before: tuple[RowOutput, ...] = ()  # of the sampled rows before the last
     embedding: npt.NDArray[np.float32] | None = None  # [hidden], of an encoder that pools
     scores: npt.NDArray[np.float32] | None = None  # [labels], of an encoder that classifies
 

@@ -11,7 +11,7 @@ import numpy as np
 from calstack.calbin.manifest import Manifest, Submodel
 from calstack.devices.base import LaneInput, Launch, LogitRows, TokenFrom
 from calstack.errors import DeviceError, RequestError
-from calstack.specs import Role
+from calstack.specs import MOST_EXTEND, Role
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -146,10 +146,13 @@ def _check_emit(index: int, lane: LaneInput, submodel: Submodel, bounds: Bounds)
         _refuse(index, "sampling with a temperature needs a draw key")
     if lane.top_logprobs > MOST_TOP_LOGPROBS:
         _refuse(index, f"top_logprobs {lane.top_logprobs}, at most {MOST_TOP_LOGPROBS}")
-    if lane.mask is not None and not _fits(lane.mask, mask_words(vocab)):
-        _refuse(index, f"the mask must be {mask_words(vocab)} contiguous 32-bit words")
-    if lane.late_mask and (lane.mask is not None or not bounds.late_masks):
-        _refuse(index, "a late mask comes with give_mask alone, on a device with late inputs")
+    most = MOST_EXTEND if submodel.role is Role.EXTEND else 1
+    if not 0 < lane.emit_rows <= min(most, lane.cur_len):
+        _refuse(index, f"emit_rows {lane.emit_rows}: {submodel.key} samples 1 to {min(most, lane.cur_len)} of its rows")
+    if lane.mask is not None and not _fits(lane.mask, mask_words(vocab), lane.emit_rows):
+        _refuse(index, f"the mask must be {mask_words(vocab)} contiguous 32-bit words for each of {lane.emit_rows} rows")
+    if lane.late_mask and (lane.mask is not None or not bounds.late_masks or lane.emit_rows > 1):
+        _refuse(index, "a late mask comes with give_mask alone, for one row, on a device with late inputs")
     if lane.sampling.needs_history:
         _check_ids(index, "history token", lane.prompt_history, vocab)
         _check_ids(index, "history token", lane.output_history, vocab)
@@ -157,8 +160,9 @@ def _check_emit(index: int, lane: LaneInput, submodel: Submodel, bounds: Bounds)
             _refuse(index, "its history is longer than the context")
 
 
-def _fits(mask: npt.NDArray[np.int32], words: int) -> bool:
-    return mask.shape == (words,) and mask.dtype.itemsize == 4 and mask.dtype.kind in "iu" and mask.flags.c_contiguous
+def _fits(mask: npt.NDArray[np.int32], words: int, rows: int) -> bool:
+    shapes = ((rows, words), (words,)) if rows == 1 else ((rows, words),)
+    return mask.shape in shapes and mask.dtype.itemsize == 4 and mask.dtype.kind in "iu" and mask.flags.c_contiguous
 
 
 def _check_sampling(index: int, lane: LaneInput, vocab: int) -> None:

@@ -25,6 +25,7 @@ from calstack.devices.base import (
     Launch,
     OpenOptions,
     QueueFull,
+    RowOutput,
     Ticket,
 )
 from calstack.devices.checks import Bounds, check_launch
@@ -215,13 +216,19 @@ class _translated:  # noqa: N801  (reads as a phrase; a generator context manage
             raise DeviceError(str(error).splitlines()[0], where="cpu", remedy="see devices/base.py") from error
 
 
+def _lane(result: tuple[Any, ...]) -> LaneOutput:
+    (token, logprob, top_ids, top_logprobs), logits, before, embedding, scores = result
+    rows = tuple(RowOutput(*row) for row in before)
+    return LaneOutput(token, logprob, top_ids, top_logprobs, logits, rows, embedding, scores)
+
+
 def _completion(ticket: Ticket, result: tuple[Any, ...]) -> Completion:
     outcome, message, times, lanes, calls = result
     submitted, started, finished, h2d, infer, d2h, h2d_bytes, d2h_bytes = times
     error = _OUTCOMES[outcome](message, where="cpu", remedy="submit the launch again") if outcome else None
     return Completion(
         ticket=ticket,
-        lanes=tuple(LaneOutput(*lane) for lane in lanes),
+        lanes=tuple(map(_lane, lanes)),
         submitted_ns=submitted,
         started_ns=started,
         finished_ns=finished,

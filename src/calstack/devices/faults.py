@@ -243,6 +243,8 @@ def _spoilt(done: Completion, fault: Fault) -> Completion:
 def _bad(lane: LaneOutput, fault: Fault) -> LaneOutput:
     if lane.token == -1:
         return lane
+    token = (1 << 31) - 1 if fault is Fault.WRONG else -2
+    before = tuple(dataclasses.replace(row, token=token) for row in lane.before)
     if fault is Fault.WRONG:
-        return dataclasses.replace(lane, token=(1 << 31) - 1)
-    return dataclasses.replace(lane, token=-2, logprob=math.nan, top_logprobs=tuple(math.nan for _ in lane.top_logprobs))
+        return dataclasses.replace(lane, token=token, before=before)
+    return dataclasses.replace(lane, token=token, before=before, logprob=math.nan, top_logprobs=tuple(math.nan for _ in lane.top_logprobs))

@@ -90,11 +90,12 @@ class NullDevice:
 
     def load(self, calbin: Path, *, kv_blocks: int) -> CalbinHandle:
         self._open()
-        if kv_blocks <= 0:
+        manifest = read_manifest(calbin)
+        if kv_blocks < (1 if manifest.kv.layers else 0):
             raise DeviceError(f"{kv_blocks} KV blocks", where="null", remedy="reserve at least one")
         handle = self._next_handle
         self._next_handle += 1
-        self._loaded[handle] = Loaded(read_manifest(calbin), kv_blocks)
+        self._loaded[handle] = Loaded(manifest, kv_blocks)
         return handle
 
     def manifest(self, calbin: CalbinHandle) -> Manifest:

@@ -24,6 +24,7 @@ from calstack.devices.base import (
     LaneOutput,
     Launch,
     LogitRows,
+    RowOutput,
     Ticket,
     TokenFrom,
 )
@@ -189,22 +190,50 @@ class Job:
 
 
 def _answer(loaded: Loaded, lane: LaneInput, tokens: Sequence[int], script: _Script | None) -> LaneOutput:
+    if (encoder := loaded.manifest.model.encoder) is not None:
+        return _encoded(lane, tokens, loaded.manifest.model.hidden if encoder.pooling != "none" else 0, len(encoder.labels))
     states = loaded.append(lane, tokens)
-    token = -1
-    if lane.emit and states:
-        seed = _draw(lane, states[-1], tokens)
-        token = script(lane, seed) if script is not None else _allowed(seed, lane.mask, loaded.bounds.vocab)
+    count = lane.emit_rows if lane.emit and states else 0
+    rows = [_row(lane, _one_row(lane, tokens, j), states[len(states) - count + j], loaded, script) for j in range(count)]
+    last = rows[-1] if rows else RowOutput(-1, math.nan, (), ())
+    logits = _logits(lane, states, loaded.bounds.vocab)
+    return LaneOutput(last.token, last.logprob, last.top_ids, last.top_logprobs, logits, before=tuple(rows[:-1]))
+
+
+def _one_row(lane: LaneInput, tokens: Sequence[int], j: int) -> LaneInput:
+    """Sampled row `j` as a lane of its own: its mask, its output index, and the history that it sees."""
+    drafted = tokens[len(tokens) - lane.emit_rows + 1 :][:j] if lane.emit_rows > 1 else ()
+    draw = lane.draw and msgspec.structs.replace(lane.draw, index=lane.draw.index + j)
+    mask = lane.mask if lane.mask is None else lane.mask.reshape(lane.emit_rows, -1)[j]
+    own = tokens if isinstance(lane.tokens, TokenFrom) else ()
+    return dataclasses.replace(lane, draw=draw, mask=mask, output_history=(*lane.output_history, *own, *drafted), emit_rows=1)
+
+
+def _row(lane: LaneInput, row: LaneInput, state: int, loaded: Loaded, script: _Script | None) -> RowOutput:
+    seed = _draw(row, state)
+    token = script(row, seed) if script is not None else _allowed(seed, row.mask, loaded.bounds.vocab)
     top = max(lane.top_logprobs, 0) if token >= 0 else 0
-    return LaneOutput(
+    return RowOutput(
         token=token,
         logprob=-0.5 if token >= 0 and lane.top_logprobs >= 0 else math.nan,
         top_ids=tuple((token + i) % loaded.bounds.vocab for i in range(top)),
         top_logprobs=tuple(-0.5 - i for i in range(top)),
-        logits=_logits(lane, states, loaded.bounds.vocab),
     )
 
 
-def _draw(lane: LaneInput, state: int, tokens: Sequence[int]) -> int:
+def _encoded(lane: LaneInput, tokens: Sequence[int], hidden: int, labels: int) -> LaneOutput:
+    """Numbers in -1..1 that depend on the text alone."""
+    state = _EMPTY
+    for value in (*tokens, *lane.types):
+        state = mix(state, int(value))
+    values = np.array([mix(state, i) % 2001 / 1000 - 1 for i in range(hidden + labels)], np.float32)
+    embedding, scores = values[:hidden] if hidden else None, values[hidden:] if labels else None
+    return LaneOutput(
+        token=-1, logprob=math.nan, top_ids=(), top_logprobs=(), logits=None, embedding=embedding if lane.cur_len else None, scores=scores
+    )
+
+
+def _draw(lane: LaneInput, state: int) -> int:
     """The hash of all that a sampled id may depend on."""
     sampling = lane.sampling
     if sampling is None:
@@ -213,8 +242,7 @@ def _draw(lane: LaneInput, state: int, tokens: Sequence[int]) -> int:
         for value in (lane.draw.seed, lane.draw.choice, lane.draw.index):
             state = mix(state, value)
     if sampling.needs_history:
-        output = [*lane.output_history, *(tokens if isinstance(lane.tokens, TokenFrom) else ())]
-        for value in (*lane.prompt_history, -1, *output):
+        for value in (*lane.prompt_history, -1, *lane.output_history):
             state = mix(state, value)
     return state
 

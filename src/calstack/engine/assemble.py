@@ -12,6 +12,7 @@ from calstack.devices.base import Device
 from calstack.engine.constraints import Built, ThreadedConstraints
 from calstack.engine.core import Core
 from calstack.engine.driver import Driver
+from calstack.engine.encode import EncodeCore
 from calstack.engine.options import EngineOptions
 from calstack.errors import ArtifactError
 from calstack.runtime.facts import CalbinFacts
@@ -42,6 +43,9 @@ def assemble(
     depth = max(1, min(options.depth, device.info().queue_depth))
     late = device.info().late_inputs
     options = dataclasses.replace(options, depth=depth, late_masks=late, grammars=grammars is not None)
+    if facts.encoder:
+        runtime = Runtime(device, calbin, facts, kv_blocks=0, options=runtime_options, clock=clock)
+        return Driver(EncodeCore(facts, options=options), runtime, clock=clock)
     blocks = kv_blocks_for(facts, device, kv_memory=kv_memory, lanes=options.max_lanes or facts.max_lanes)
     runtime = Runtime(device, calbin, facts, kv_blocks=blocks, options=runtime_options, clock=clock)
     constraints = ThreadedConstraints(lambda: grammars(facts)) if grammars is not None else None

@@ -33,6 +33,14 @@ class Constraint(Protocol):
         """Step over a token; False when it is not allowed."""
         ...
 
+    def peek(self, ids: Sequence[int]) -> list[Mask]:
+        """The masks after each of `ids` in turn, for as many as are allowed and leave something to follow. Nothing is consumed."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Ids that are likely next, because the grammar leaves no other text; possibly none."""
+        ...
+
     @property
     def finished(self) -> bool:
         """True when nothing but an end may follow."""

@@ -9,29 +9,28 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Literal
 
-from calstack.devices.base import Completion, LaneOutput
+from calstack.devices.base import Completion, LaneOutput, RowOutput
 from calstack.engine.admission import check_submit, output_limit
 from calstack.engine.constraints import GrammarReady
 from calstack.engine.costs import StepCosts, wait_estimate_s
-from calstack.engine.flight import Flight, Kind, LaneRef, note_costs, times_of
-from calstack.engine.guessing import launch_with_guesses, settle
+from calstack.engine.flight import Flight, LaneRef, note_costs, times_of
+from calstack.engine.guessing import settle
 from calstack.engine.kv import BlockPool
 from calstack.engine.lanes import Lanes
 from calstack.engine.options import EngineOptions
-from calstack.engine.result import Outbox, StepResult, error_value
-from calstack.engine.scheduler import Choice, Planner
+from calstack.engine.result import Outbox, StepResult, error_value, taken
 from calstack.engine.sequence import Phase, Sequence
+from calstack.engine.steps import Steps
 from calstack.errors import CalstackError, DeadlineError, DeviceError, OverloadedError, UnavailableError
-from calstack.runtime.facts import CalbinFacts, Extent
-from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent
-from calstack.wire import Cancel, Drain, Finish, LaunchTimes, Submit, TokenLogprob
+from calstack.runtime.facts import CalbinFacts
+from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, RuntimeEvent
+from calstack.wire import Cancel, Drain, Encode, Finish, LaunchTimes, Submit, TokenLogprob
 
 __all__ = ["Core", "CoreEvent"]
 
-CoreEvent = Submit | Cancel | Drain | GrammarReady | RuntimeEvent
-T = TypeVar("T")
+CoreEvent = Submit | Encode | Cancel | Drain | GrammarReady | RuntimeEvent
 
 
 class Core:
@@ -46,18 +45,16 @@ class Core:
         self.lanes = Lanes(self.max_lanes, BlockPool(kv_blocks, facts.block_positions, cache_limit=cache), self.counters)
         self.pool, self.queue = self.lanes.pool, self.lanes.queue
         self.costs = StepCosts()
+        self._steps = Steps(facts, self.options, self.lanes, self.costs)
         self.draining = False
-        self._planner = Planner(facts)
         self._live: dict[str, Sequence] = {}
         self._preparing: dict[str, Sequence] = {}  # those whose grammar is being built
         self._grammars: list[Submit] = []  # to be built
         self._masks: list[LateMask] = []
-        self._flights: dict[int, Flight] = {}
         self._deadlines: list[tuple[int, int, str]] = []
         self._out = Outbox()
         self._ended: list[tuple[Completion, LaunchTimes]] = []
-        self._orders = self._plans = 0
-        self._last: Kind = "decode"
+        self._orders = 0
         self._work_ns = self._device_ns = 0  # work exists since; the last launch ended at
 
     # --- the one entry ---------------------------------------------------------------------------------------------------------
@@ -68,17 +65,18 @@ class Core:
             self._take(event, now_ns)
         self._expire(now_ns)
         self.lanes.admit(now_ns)
-        launches = self._plan_all()
+        launches = self._steps.plan()
         freed: list[int] = []
         if self.idle:
             self.counters["leaks"] += self.lanes.leaks()
             freed = self.pool.uncommitted()
         return StepResult(
             launches=launches,
+            encoded=self._out.take_encoded(),
             tokens=self._out.take(),
-            ended=_taken(self._ended),
-            grammars=_taken(self._grammars),
-            masks=(*_taken(self._masks), *(LateMask(*lane, None) for lane in _taken(self.lanes.abandoned))),
+            ended=taken(self._ended),
+            grammars=taken(self._grammars),
+            masks=(*taken(self._masks), *(LateMask(*lane, None) for lane in taken(self.lanes.abandoned))),
             free_blocks=tuple(freed),
             wake_ns=self._wake(),
             work=bool(self._live),
@@ -87,7 +85,7 @@ class Core:
     @property
     def idle(self) -> bool:
         """True when no request is known and no launch is in flight."""
-        return not self._live and not self._flights
+        return not self._live and not self._steps.flights
 
     @property
     def running(self) -> list[Sequence]:
@@ -97,11 +95,11 @@ class Core:
     @property
     def in_flight(self) -> int:
         """Launches planned and not ended."""
-        return len(self._flights)
+        return len(self._steps.flights)
 
     def patience_ns(self, plan: int) -> int:
         """How long a launch in flight may take before the device counts as hung."""
-        flight, options = self._flights.get(plan), self.options
+        flight, options = self._steps.flights.get(plan), self.options
         expected = flight.expected_ns(self.costs) if flight is not None else None
         if expected is None:
             return int(options.launch_timeout_s * 1e9)
@@ -117,6 +115,8 @@ class Core:
         match event:
             case Submit():
                 self._submit(event, now_ns)
+            case Encode():
+                self._out.refuse(event)
             case Cancel():
                 seq = self._live.get(event.request)
                 if seq is not None:
@@ -197,7 +197,7 @@ class Core:
     def _reset(self, cause: DeviceError, now_ns: int) -> None:
         """KV is gone and so are the launches in flight: every running request starts over from its known ids."""
         self.counters["resets"] += 1
-        self._flights.clear()
+        self._steps.flights.clear()
         for seq in sorted(self.running, key=lambda s: s.rank):
             self._restart(seq, cause, now_ns)
         self.pool.forget()
@@ -205,18 +205,16 @@ class Core:
     # --- ends ------------------------------------------------------------------------------------------------------------------
 
     def _done(self, done: LaunchDone, now_ns: int) -> None:
-        flight = self._flights.pop(done.id, None)
+        flight = self._steps.flights.pop(done.id, None)
         if flight is None:
             return
         if done.completion is None:
             self._failed(flight, done.error or DeviceError("the launch failed", where=flight.submodel), now_ns)
             return
-        useful = sum(lane.count for lane in flight.lanes if lane.live and lane.guess < 0)
+        useful = sum(lane.count - len(lane.guesses) for lane in flight.lanes if lane.live)
         for lane, output in zip(flight.lanes, done.completion.lanes, strict=True):
-            if lane.live and lane.confirmed:
-                useful += lane.guess >= 0
-                self._lane_done(lane, output, now_ns)
-        settle(flight, self.counters)
+            if lane.live:
+                useful += self._lane_done(lane, output, now_ns)
         self._account(flight, done.completion, useful)
 
     def _failed(self, flight: Flight, error: DeviceError, now_ns: int) -> None:
@@ -237,29 +235,44 @@ class Core:
         else:
             self.lanes.requeue(seq)
 
-    def _lane_done(self, lane: LaneRef, output: LaneOutput, now_ns: int) -> None:
+    def _lane_done(self, lane: LaneRef, output: LaneOutput, now_ns: int) -> int:
+        """Take what a lane gave; how many of its guesses came true."""
         seq = lane.seq
-        seq.done = lane.end
+        seq.done = lane.end - len(lane.guesses)
         self.lanes.publish(seq)
         if seq.scored and output.logits is not None:
             self._out.prompt(seq.request, *lane.scores(output.logits))
         if not lane.emit:
-            return
-        seq.pending.popleft()
-        if not seq.drafting:
-            seq.acceptance.forgive()
+            return 0
         seq.solo = seq.submit.alone
         seq.first_token_ns = seq.first_token_ns or now_ns
-        if output.token in seq.stops:
-            self._end(seq, "stop", now_ns, stop_id=output.token)
+        accepted = 0
+        rows: list[RowOutput | LaneOutput] = [*output.before, output]
+        for row, guess in zip(rows, (*lane.guesses, None), strict=True):
+            seq.pending.popleft()
+            self._row_done(seq, row, now_ns)
+            if row.token != guess or not lane.live:
+                break
+            accepted += 1
+        if lane.guesses:
+            settle(lane, accepted, self.counters)
+            self.lanes.publish(seq)
+        else:
+            seq.acceptance.forgive()
+        return accepted
+
+    def _row_done(self, seq: Sequence, row: RowOutput | LaneOutput, now_ns: int) -> None:
+        """Take one sampled id."""
+        if row.token in seq.stops:
+            self._end(seq, "stop", now_ns, stop_id=row.token)
             return
-        if not self._learn(seq, output.token, now_ns):
+        if not self._learn(seq, row.token, now_ns):
             return
         self.counters["tokens"] += 1
         logprob = None
         if seq.submit.top_logprobs >= 0:
-            logprob = TokenLogprob(logprob=output.logprob, top_ids=output.top_ids, top_logprobs=output.top_logprobs)
-        self._out.token(seq.request, output.token, logprob)
+            logprob = TokenLogprob(logprob=row.logprob, top_ids=row.top_ids, top_logprobs=row.top_logprobs)
+        self._out.token(seq.request, row.token, logprob)
         if seq.constraint is not None and seq.mask is None:
             self._end(seq, "stop", now_ns)
         elif len(seq.output) >= seq.limit:
@@ -282,7 +295,7 @@ class Core:
         busy = c.h2d_ns + c.infer_ns + c.d2h_ns
         framework = max(0, c.finished_ns - busy - max(self._device_ns, self._work_ns))
         self._device_ns = c.finished_ns
-        note_costs(flight, busy, useful, self.costs, self.counters, self.running)
+        note_costs(flight, busy, framework, useful, self.costs, self.counters, self.running)
         self._ended.append((c, times_of(flight, flight.rows, useful, c, framework)))
 
     def _end(
@@ -324,77 +337,3 @@ class Core:
         if self.lanes.blocked is not None and self.options.kv_wait_timeout_s:
             times.append(self.lanes.blocked_ns + int(self.options.kv_wait_timeout_s * 1e9) + 1)
         return min(times, default=None)
-
-    # --- planning --------------------------------------------------------------------------------------------------------------
-
-    def _plan_all(self) -> tuple[LaunchPlan, ...]:
-        launches: list[LaunchPlan] = []
-        while len(self._flights) < self.options.depth:
-            plan = self._plan()
-            if plan is None:
-                break
-            launches.append(plan)
-        return tuple(launches)
-
-    def _plan(self) -> LaunchPlan | None:
-        """One launch: prefill and decode take turns when both have work."""
-        first, second = (self._decode, self._prefill) if self._last == "prefill" else (self._prefill, self._decode)
-        return first() or second()
-
-    def _prefill(self) -> LaunchPlan | None:
-        waiting = sorted((s for s in self.running if s.prefilling), key=lambda s: s.rank)
-        if not waiting:
-            return None
-        wants = [Extent(s.planned, s.wanted(self.options)) for s in waiting]
-        choice = self._planner.prefill(wants, self._budget())
-        return self._launch("prefill", choice, waiting) if choice else None
-
-    def _budget(self) -> int:
-        """Most prompt tokens of a launch: all it can hold, or what the streams' inter-token target leaves."""
-        target = self.options.itl_target_ms
-        if not target or all(s.prefilling for s in self.running):
-            return self.facts.max_tokens_per_launch
-        return self.costs.rows_within(target * 1e6, self.options.min_chunk)
-
-    def _decode(self) -> LaunchPlan | None:
-        ready = [s for s in self.running if not s.prefilling and s.to_come > 0 and self._may_run_ahead(s)]
-        granted = [s for s in sorted(ready, key=lambda s: s.rank) if s.phase is Phase.RUNNING and self.lanes.room(s)]
-        granted = [s for s in granted if s.phase is Phase.RUNNING]
-        if not granted:
-            return None
-        granted.sort(key=lambda s: (s.last_plan, s.slot))
-        most = self.options.max_guesses if self.options.speculation else 0
-        if most and (made := launch_with_guesses(self._plans, granted, self.lanes, self._planner, self.costs, most)) is not None:
-            return self._fly(*made)
-        choice = self._planner.decode([s.planned for s in granted])
-        return self._launch("decode", choice, granted) if choice else None
-
-    def _may_run_ahead(self, seq: Sequence) -> bool:
-        """A sampler with history can take one unknown id from the device, not two; a mask needs the id before it, unless it comes late."""
-        if seq.drafting or (seq.constraint is not None and seq.pending and not self.options.late_masks):
-            return False
-        if self.options.speculation and seq.pending and seq.promising:
-            return False
-        return len(seq.pending) < 2 or not seq.submit.sampling.needs_history
-
-    def _launch(self, kind: Kind, choice: Choice, candidates: list[Sequence]) -> LaunchPlan:
-        plan_id, lanes, refs = self._plans, [], []
-        for lane, (index, count) in enumerate(choice.lanes):
-            seq = candidates[index]
-            lanes.append(seq.take(plan_id, lane, count))
-            refs.append(LaneRef(seq, seq.epoch, count, seq.planned, lanes[-1].emit))
-        known = tuple((ref.seq.submit.prompt, ref.seq.output) for ref in refs)
-        return self._fly(Flight(kind, choice.submodel.key, tuple(refs)), LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known))
-
-    def _fly(self, flight: Flight, plan: LaunchPlan) -> LaunchPlan:
-        self._plans += 1
-        self._last = flight.kind
-        self._flights[plan.id] = flight
-        return plan
-
-
-def _taken(items: list[T]) -> tuple[T, ...]:
-    """The items, and the list is empty."""
-    taken = tuple(items)
-    items.clear()
-    return taken

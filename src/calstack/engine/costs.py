@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from typing import overload
 
 __all__ = ["StepCosts", "Work", "best_guesses", "wait_estimate_s"]
 
@@ -20,6 +21,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._row_ns: float | None = None
         self._decode_ns: dict[str, float] = {}
+        self._extend_ns: dict[int, float] = {}  # by rows
         self._last_decode = ""
         self._share = 1.0  # output tokens made / output tokens allowed
 
@@ -59,6 +61,19 @@ class StepCosts:
             return None if self._row_ns is None else rows * self._row_ns
         return self._decode_ns.get(submodel)
 
+    def extend(self, rows: int, ns: int) -> None:
+        """A launch that sampled after each of `rows` rows took `ns`, with the wait of the device before it."""
+        self._extend_ns[rows] = _blend(self._extend_ns.get(rows), ns)
+
+    @overload
+    def extend_ns(self, rows: int) -> float | None: ...
+    @overload
+    def extend_ns(self, rows: int, otherwise: float) -> float: ...
+    def extend_ns(self, rows: int, otherwise: float | None = None) -> float | None:
+        """What an extend launch of `rows` rows should take: as the next smaller one that was measured, `otherwise` if none was."""
+        measured = [n for n in self._extend_ns if n <= rows]
+        return self._extend_ns[max(measured)] if measured else otherwise
+
     def decode_of(self, submodel: str, otherwise: float = _FIRST_GUESS_NS) -> float:
         """Time of a decode launch of a submodel, `otherwise` where none was measured."""
         return self._decode_ns.get(submodel, otherwise)
@@ -84,41 +99,29 @@ def wait_estimate_s(costs: StepCosts, lanes: int, running: Iterable[Work], queue
     return (ends[0] + prefill) / 1e9
 
 
-def best_guesses(
-    shares: Sequence[Callable[[int], float]], found: Sequence[int], buckets: Sequence[tuple[str, int]], costs: StepCosts
-) -> list[int]:
-    """How many guesses of each request to check in one launch.
+def best_guesses(shares: Sequence[Callable[[int], float]], found: Sequence[int], costs: StepCosts, decode: str) -> list[int]:
+    """How many guesses of each request to check in one launch: those that give the most ids a second.
 
     Args:
         shares: by request, ids that a launch with n of its guesses should give.
         found: guesses that each request has.
-        buckets: submodel and lanes of the decode launches there are, smallest first.
-        costs: of launches; one that was never measured is taken for as cheap as the smallest, and so gets measured.
-
-    Returns:
-        Guesses by request: those that give the most ids a second.
+        costs: of launches; an extend that was never measured is taken for as cheap as a smaller one, and so gets measured.
+        decode: the decode submodel that would take the requests without guesses.
     """
-    base = min((costs.decode_of(name) for name, _ in buckets), default=_FIRST_GUESS_NS)
-    best, most = [0] * len(found), 0.0
-    for name, lanes in buckets:
-        if lanes < len(found):
-            continue
-        counts = _spread(found, lanes - len(found))
-        rate = sum(expected(n) for expected, n in zip(shares, counts, strict=True)) / max(costs.decode_of(name, base), 1.0)
-        if rate > 1.05 * most:
-            best, most = counts, rate
-    return best
-
-
-def _spread(found: Sequence[int], room: int) -> list[int]:
-    """At most `room` of them, taken in turn."""
     counts = [0] * len(found)
-    while room > 0 and any(n < have for n, have in zip(counts, found, strict=True)):
-        for i, have in enumerate(found):
-            if counts[i] < have and room > 0:
-                counts[i] += 1
-                room -= 1
-    return counts
+    ids = sum(expected(0) for expected in shares)
+    best, most = list(counts), 1.05 * ids / max(costs.decode_of(decode), 1.0)
+    gains = [(-(shares[i](1) - shares[i](0)), i) for i, have in enumerate(found) if have]
+    heapq.heapify(gains)
+    rows = len(found)
+    while gains:
+        gain, i = heapq.heappop(gains)
+        counts[i], ids, rows = counts[i] + 1, ids - gain, rows + 1
+        if ids / max(costs.extend_ns(rows, costs.decode_of(decode)), 1.0) > most:
+            best, most = list(counts), ids / max(costs.extend_ns(rows, costs.decode_of(decode)), 1.0)
+        if counts[i] < found[i]:
+            heapq.heappush(gains, (shares[i](counts[i]) - shares[i](counts[i] + 1), i))
+    return best
 
 
 def _blend(old: float | None, new: float) -> float:

@@ -8,6 +8,7 @@ from calstack.clock import Clock, MonotonicClock
 from calstack.devices.base import DeviceStatus
 from calstack.engine.constraints import Constraints, GrammarReady
 from calstack.engine.core import Core, CoreEvent
+from calstack.engine.encode import EncodeCore
 from calstack.engine.ledger import Ledger
 from calstack.engine.result import StepResult
 from calstack.errors import DeviceFatal
@@ -24,7 +25,9 @@ _FROZEN_NS = 2_500_000_000  # longer than any sleep between two turns
 class Driver:
     """Neither blocks nor sleeps; `wait` is the only call that does. Raises DeviceFatal when the device is lost."""
 
-    def __init__(self, core: Core, runtime: Runtime, *, clock: Clock | None = None, constraints: Constraints | None = None) -> None:
+    def __init__(
+        self, core: Core | EncodeCore, runtime: Runtime, *, clock: Clock | None = None, constraints: Constraints | None = None
+    ) -> None:
         self.core, self.runtime = core, runtime
         self.constraints = constraints
         self.clock = clock or MonotonicClock()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Flight", "Kind", "LaneRef", "note_costs", "times_of"]
 
-Kind = Literal["prefill", "decode"]
+Kind = Literal["prefill", "decode", "extend"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,17 +31,12 @@ class LaneRef:
     count: int
     end: int  # KV positions of the request after the launch
     emit: bool
-    guess: int = -1  # the id that was guessed as the lane's input, when it was
+    guesses: tuple[int, ...] = ()  # the last ids of the lane's input, when they are guessed
 
     @property
     def live(self) -> bool:
         """True while the request waits for this lane's end."""
         return self.seq.epoch == self.epoch and self.seq.phase is Phase.RUNNING
-
-    @property
-    def confirmed(self) -> bool:
-        """Whether the id that the lane began with is the one that came."""
-        return self.guess < 0 or (self.seq.length == self.end and self.seq.output[-1] == self.guess)
 
     def scores(self, logits: npt.NDArray[np.float32]) -> tuple[int, tuple[TokenLogprob, ...]]:
         """The first prompt position that the lane's rows predict, and the scores from there on."""
@@ -64,13 +59,15 @@ class Flight:
 
     def expected_ns(self, costs: StepCosts) -> float | None:
         """What the launch should take, or None when nobody knows yet."""
+        if self.kind == "extend":
+            return costs.extend_ns(self.rows)
         return costs.expected_ns(self.submodel, self.rows, prefill=self.kind == "prefill")
 
 
 def times_of(flight: Flight, rows: int, useful: int, c: Completion, framework_ns: int) -> LaunchTimes:
     """A launch that ended well, for the histograms."""
     return LaunchTimes(
-        phase=flight.kind,
+        phase="prefill" if flight.kind == "prefill" else "decode",
         submodel=flight.submodel,
         rows=rows,
         useful_rows=useful,
@@ -81,12 +78,17 @@ def times_of(flight: Flight, rows: int, useful: int, c: Completion, framework_ns
     )
 
 
-def note_costs(flight: Flight, busy_ns: int, useful: int, costs: StepCosts, counters: Counter[str], running: Iterable[Sequence]) -> None:
+def note_costs(
+    flight: Flight, busy_ns: int, framework_ns: int, useful: int, costs: StepCosts, counters: Counter[str], running: Iterable[Sequence]
+) -> None:
     """What a launch that ended well cost, and whom a prefill made wait: streams of others that had begun."""
     counters[f"{flight.kind}_rows"] += flight.rows
     counters["padding_rows"] += flight.rows - useful
     if flight.kind == "decode":
         costs.decode(flight.submodel, busy_ns)
+        return
+    if flight.kind == "extend":  # nothing runs ahead of it, so the host's time before the launch is a part of its price
+        costs.extend(flight.rows, busy_ns + min(framework_ns, busy_ns))
         return
     costs.prefill(flight.rows, busy_ns)
     own = {lane.seq for lane in flight.lanes}

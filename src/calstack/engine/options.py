@@ -17,6 +17,7 @@ class EngineOptions:
     late_masks: bool = False  # the device takes masks after submit: grammars run ahead as others do
     speculation: bool = False  # guess ids by prompt lookup and check them in one launch
     max_guesses: int = 7  # of a request in a launch
+    adapt_guesses: bool = True  # check only as many as pay; False = all there are
     prefill_chunk: int = 512  # most prompt tokens of one request in a launch
     score_chunk: int = 32  # as prefill_chunk, of a request whose prompt is scored: all its logits come back
     min_chunk: int = 16  # the inter-token target never cuts a launch's prompt tokens below this

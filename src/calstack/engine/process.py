@@ -110,8 +110,9 @@ class EngineProcess:
         messages: Sequence[ServerMessage] = ()
         while True:
             result = self._driver.turn(self._events(messages))
-            if result.tokens or result.ended:
-                self._link.send(StepOutput(tokens=result.tokens, launches=tuple(times for _, times in result.ended)))
+            if result.tokens or result.ended or result.encoded:
+                launches = tuple(times for _, times in result.ended)
+                self._link.send(StepOutput(tokens=result.tokens, launches=launches, encoded=result.encoded))
             if any(isinstance(message, StatsRequest) for message in messages):
                 self._link.send(self._driver.stats())
             for message in messages:

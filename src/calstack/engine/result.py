@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 from calstack.devices.base import Completion
-from calstack.errors import CalstackError, OverloadedError, RequestError, UnavailableError
+from calstack.errors import CalstackError, NotInCalbin, OverloadedError, RequestError, UnavailableError
 from calstack.runtime.plan import LateMask, LaunchPlan
-from calstack.wire import ErrorValue, Finish, LaunchTimes, Submit, TokenLogprob, TokenOut
+from calstack.wire import Encode, Encoded, ErrorValue, Finish, LaunchTimes, Submit, TokenLogprob, TokenOut
 
-__all__ = ["Outbox", "StepResult", "error_value"]
+__all__ = ["Outbox", "StepResult", "error_value", "taken"]
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class StepResult:
     free_blocks: tuple[int, ...]  # free KV blocks whose memory may be given back; only when the engine is idle
     wake_ns: int | None  # step again by then even without an event
     work: bool  # requests are waiting or running
+    encoded: tuple[Encoded, ...] = ()  # texts that have ended, of an encoder
 
 
 class Outbox:
@@ -34,6 +38,7 @@ class Outbox:
         self._logprobs: dict[str, list[TokenLogprob]] = {}
         self._ends: dict[str, Finish] = {}
         self._prompts: dict[str, tuple[int, tuple[TokenLogprob, ...]]] = {}
+        self._encoded: list[Encoded] = []
 
     def token(self, request: str, token: int, logprob: TokenLogprob | None) -> None:
         """One more id."""
@@ -51,6 +56,15 @@ class Outbox:
         """The request's one end."""
         self._ids.setdefault(request, [])
         self._ends[request] = finish
+
+    def refuse(self, message: Encode) -> None:
+        """Texts for an encoder: a decoder has no vectors of them."""
+        error = NotInCalbin("the calbin is no encoder", remedy="serve an encoder's calbin")
+        self._encoded.append(Encoded(request=message.request, error=error_value(error)))
+
+    def take_encoded(self) -> tuple[Encoded, ...]:
+        """Texts refused since."""
+        return taken(self._encoded)
 
     def take(self) -> tuple[TokenOut, ...]:
         """Everything gathered, and start anew."""
@@ -75,3 +89,10 @@ def error_value(error: CalstackError) -> ErrorValue:
     retry = error.retry_after if isinstance(error, OverloadedError | UnavailableError) else 0.0
     param = error.param if isinstance(error, RequestError) else None
     return ErrorValue(kind=type(error).__name__, message=error.line(), param=param, retry_after=retry)
+
+
+def taken(items: list[T]) -> tuple[T, ...]:
+    """The items, and the list is empty."""
+    found = tuple(items)
+    items.clear()
+    return found

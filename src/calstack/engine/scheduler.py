@@ -24,17 +24,17 @@ class Planner:
     def __init__(self, facts: CalbinFacts) -> None:
         self._decode = facts.of_role(Role.DECODE)
         self._prefill = facts.of_role(Role.PREFILL)
+        self._extend = facts.of_role(Role.EXTEND)
         self._most = facts.max_tokens_per_launch
 
     @property
-    def most_lanes(self) -> int:
-        """Lanes of the largest decode submodel."""
-        return max((sub.batch for sub in self._decode), default=0)
+    def most_guesses(self) -> int:
+        """Guesses that a launch can check behind one id; 0 = the calbin has no submodel for it."""
+        return max((sub.q_len - 1 for sub in self._extend), default=0)
 
-    @property
-    def buckets(self) -> list[tuple[str, int]]:
-        """Key and lanes of the decode submodels, smallest first."""
-        return [(sub.key, sub.batch) for sub in sorted(self._decode, key=lambda sub: sub.batch)]
+    def extend(self, lanes: Sequence[Extent]) -> SubmodelFacts | None:
+        """The smallest submodel that samples after every one of these rows."""
+        return self._smallest(self._extend, lanes)
 
     def decode(self, pasts: Sequence[int]) -> Choice | None:
         """One token for as many candidates as one launch can take, preferring earlier ones. `pasts`: their KV lengths."""

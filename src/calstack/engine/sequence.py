@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Sequence as Ids
 
 import msgspec
+import numpy as np
 
 from calstack.devices.base import LaneInput, LogitRows, TokenFrom
 from calstack.engine.constraints import Constraint, Mask, follow
 from calstack.engine.drafts import Acceptance, Lookup
 from calstack.engine.options import EngineOptions
 from calstack.engine.prefix import root_key
+from calstack.errors import CalstackError
 from calstack.specs import DrawKey, LogitBias, SamplingParams
 from calstack.wire import Submit, Usage
 
@@ -156,41 +158,53 @@ class Sequence:
     @property
     def promising(self) -> bool:
         """Whether guesses are likely to come once the ids in flight are known: then nothing more is sent ahead."""
-        if self.acceptance.share < PROMISING or self.constraint is not None or self.solo:
+        if self.acceptance.share < PROMISING or self.solo:
             return False
         return bool(self._propose(1))
 
     def guess(self, most: int) -> list[int]:
-        """Ids that may follow the known ones; none while any are in flight, or where a mask would be needed for each."""
+        """Ids that may follow the known ones; none while any are in flight. All of them are sampled alike."""
         most = min(most, self.to_come - 1)
-        if self.pending or self.constraint is not None or self.solo or most < 1:
-            return []
-        return self._propose(most)
+        if len(self.output) < self.submit.min_tokens:
+            most = min(most, self.submit.min_tokens - len(self.output) - 1)
+        return [] if self.pending or self.solo or most < 1 else self._propose(most)
 
     def _propose(self, most: int) -> list[int]:
+        if self.constraint is not None and (forced := self.constraint.forced()):
+            return forced[:most]
         if self.lookup is None:
             self.lookup = Lookup()
         self.lookup.extend(self.submit.prompt, self.output)
         return self.lookup.propose(most)
 
-    def take_guesses(self, plan: int, lane: int, guesses: Ids[int]) -> list[LaneInput]:
-        """Lane inputs that plan the next position and the guessed ones behind it, one lane each, over the same blocks."""
-        inputs, start = [], self.planned
-        history = self.submit.sampling.needs_history
-        for step, token in enumerate([*self.ids(start, start + 1), *guesses]):
-            one = self._lane((token,), 1, emit=True)
-            if history and step:
-                one = dataclasses.replace(one, output_history=(*self.output, *guesses[:step]))
-            inputs.append(one)
-            self.planned += 1
-            self.pending.append((plan, lane + step))
+    def take_guesses(self, plan: int, lane: int, guesses: Ids[int]) -> tuple[LaneInput, tuple[int, ...]]:
+        """The lane input that plans the next position and the guessed ones behind it; and the guesses that the grammar allows."""
+        masks = self._masks_after(guesses)
+        kept = tuple(guesses if masks is None else guesses[: len(masks)])
+        if len(kept) < len(guesses):
+            self.acceptance.note(len(kept) + 1, len(kept))
+        if not kept:
+            return self.take(plan, lane, 1), kept
+        count = 1 + len(kept)
+        one = self._lane((*self.ids(self.planned, self.planned + 1), *kept), count, emit=True)
+        mask = None if masks is None or self.mask is None else np.stack([self.mask, *masks])
+        self.planned += count
+        self.pending.extend([(plan, lane)] * count)
         self.last_plan, self.drafting = plan, True
-        return inputs
+        return dataclasses.replace(one, emit_rows=count, mask=mask), kept
+
+    def _masks_after(self, guesses: Ids[int]) -> list[Mask] | None:
+        if self.constraint is None:
+            return None
+        try:
+            return self.constraint.peek(guesses) if guesses else []
+        except CalstackError:
+            return []  # the request ends when it comes to that id, not before
 
     def settle(self) -> None:
         """The launch with guesses has ended: what came after the first wrong one was never there."""
         self.pending.clear()
-        self.planned = self.length - 1
+        self.planned = self.done = self.length - 1
         self.drafting = False
 
     def _lane(self, tokens: Ids[int] | TokenFrom, count: int, emit: bool) -> LaneInput:

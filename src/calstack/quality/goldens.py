@@ -118,7 +118,8 @@ def run_cases(feeder: Feeder, submodel: Submodel, cases: Sequence[Case]) -> list
     if submodel.batch == 1:
         groups = [[index] for index in range(len(cases))]
     else:
-        groups = [[lane % len(cases) for lane in range(min(submodel.batch, submodel.rows // max(LENGTHS) or submodel.batch))]]
+        whole = submodel.rows // max(LENGTHS) if submodel.q_len >= max(LENGTHS) else submodel.batch
+        groups = [[lane % len(cases) for lane in range(min(submodel.batch, max(whole, len(cases))))]]
     for group in groups:
         first = min(int(cases[index].rows[0]) for index in group)
         for index, logits in zip(group, feeder.run(submodel, [cases[i].input_ids.tolist() for i in group], first=first), strict=True):

@@ -14,9 +14,8 @@ def bad_answer(plan: LaunchPlan, completion: Completion, vocab: int) -> DeviceEr
     if len(completion.lanes) != len(plan.lanes):
         what = f"{len(completion.lanes)} lanes instead of {len(plan.lanes)}"
     else:
-        wrong = [
-            i for i, (lane, out) in enumerate(zip(plan.lanes, completion.lanes, strict=True)) if lane.emit and not 0 <= out.token < vocab
-        ]
+        pairs = enumerate(zip(plan.lanes, completion.lanes, strict=True))
+        wrong = [i for i, (lane, out) in pairs if lane.emit and not _has_tokens(lane, out, vocab)]
         if wrong:
             what = f"no token of the vocabulary in lane {wrong[0]}"
         elif not all(map(_has_logits, plan.lanes, completion.lanes)):
@@ -24,6 +23,11 @@ def bad_answer(plan: LaunchPlan, completion: Completion, vocab: int) -> DeviceEr
         else:
             return None
     return DeviceRetryable(f"the answer has {what}", where=plan.submodel)
+
+
+def _has_tokens(lane: LaneInput, out: LaneOutput, vocab: int) -> bool:
+    ids = [*(row.token for row in out.before), out.token]
+    return len(ids) == lane.emit_rows and all(0 <= token < vocab for token in ids)
 
 
 def _has_logits(lane: LaneInput, out: LaneOutput) -> bool:

@@ -15,14 +15,23 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from calstack.devices.base import LaneInput, LaneOutput, TokenFrom
+from calstack.devices.base import LaneInput, LaneOutput, RowOutput, TokenFrom
 from calstack.errors import SourceError
 from calstack.runtime.recorder import LaunchRecord
 from calstack.specs import DrawKey, SamplingParams
 
-__all__ = ["Dump", "DumpDirectory", "DumpedLane", "DumpedLaunch", "dumped", "read_dump"]
+__all__ = ["Dump", "DumpDirectory", "DumpedLane", "DumpedLaunch", "DumpedRow", "dumped", "read_dump"]
 
 _MOST_BYTES = 1 << 30
+
+
+class DumpedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out after a sampled row before the lane's last."""
+
+    token: int
+    logprob: float | None
+    top_ids: list[int]
+    top_logprob_values: list[float]
 
 
 class DumpedLane(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +52,8 @@ class DumpedLane(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None
     top_ids: list[int]
     top_logprob_values: list[float]
+    emit_rows: int = 1
+    before: list[DumpedRow] = []
 
 
 class DumpedLaunch(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,4 +163,11 @@ def _lane(lane: LaneInput, known: tuple[Iterable[int], Iterable[int]], out: Lane
         logprob=out.logprob if out is not None and lane.top_logprobs >= 0 else None,
         top_ids=list(out.top_ids) if out is not None else [],
         top_logprob_values=list(out.top_logprobs) if out is not None else [],
+        emit_rows=lane.emit_rows,
+        before=[_row(row, scored=lane.top_logprobs >= 0) for row in out.before] if out is not None else [],
     )
+
+
+def _row(row: RowOutput, *, scored: bool) -> DumpedRow:
+    values = list(row.top_logprobs)
+    return DumpedRow(token=row.token, logprob=row.logprob if scored else None, top_ids=list(row.top_ids), top_logprob_values=values)

@@ -60,15 +60,14 @@ class CalbinFacts:
     vocab: int
     model_context: int
     eos_ids: tuple[int, ...] = ()
+    encoder: bool = False
+    types: int = 1  # segments of an encoder
 
     @staticmethod
     def from_manifest(manifest: Manifest) -> CalbinFacts:
-        """Raises ArtifactError naming what a calbin lacks to generate tokens."""
-        if manifest.model.encoder is not None:
-            raise ArtifactError(
-                "is an encoder and generates nothing", where=manifest.model.name, remedy="serve it for embeddings or scores"
-            )
-        kv = manifest.kv.kind
+        """Raises ArtifactError naming what a calbin lacks to be served."""
+        encoder = manifest.model.encoder
+        kv = manifest.kv.kind if encoder is None else "none"
         facts = CalbinFacts(
             name=manifest.model.name,
             submodels=tuple(_submodel(s) for s in manifest.submodels if s.kv == kv),
@@ -79,17 +78,19 @@ class CalbinFacts:
             vocab=manifest.model.vocab,
             model_context=manifest.model.context,
             eos_ids=manifest.model.eos_ids,
+            encoder=encoder is not None,
+            types=encoder.types if encoder else 1,
         )
         facts.check(kv)
         return facts
 
     def check(self, kv: str = "paged") -> None:
-        """Raise ArtifactError when the engine cannot generate with this calbin."""
-        if kv != "paged":
+        """Raise ArtifactError when the engine cannot serve this calbin."""
+        if not self.encoder and kv != "paged":
             raise ArtifactError(f"the KV cache kind {kv!r} is not served", where="manifest.kv.kind", remedy="compile with paged KV")
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in (Role.ENCODE,) if self.encoder else (Role.PREFILL, Role.DECODE):
             if not self.of_role(role):
-                raise ArtifactError(f"no {role} submodel", where="manifest.submodels", remedy="compile with prefill and decode")
+                raise ArtifactError(f"no {role} submodel", where="manifest.submodels", remedy="compile the model again")
         if self.max_tokens_per_launch < 1 or self.block_positions < 1:
             raise ArtifactError("a bound is not positive", where="manifest.constraints", remedy="compile the calbin again")
 
@@ -99,14 +100,16 @@ class CalbinFacts:
 
     @property
     def context(self) -> int:
-        """Most positions of a request: what both phases can hold."""
+        """Most positions of a request: what both phases can hold, or a text."""
+        if self.encoder:
+            return min(self.of_role(Role.ENCODE)[-1].context, self.model_context)
         phases = [max(s.context for s in self.of_role(role)) for role in (Role.PREFILL, Role.DECODE)]
         return min([*phases, self.model_context])
 
     @property
     def max_lanes(self) -> int:
-        """Lanes of the largest decode batch."""
-        return max(s.batch for s in self.of_role(Role.DECODE))
+        """Lanes of the largest decode batch, or texts of a launch."""
+        return max(s.batch for s in self.of_role(Role.ENCODE if self.encoder else Role.DECODE))
 
     def blocks_for(self, positions: int) -> int:
         """KV blocks that cover `positions`."""

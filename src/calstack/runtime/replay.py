@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from calstack.calbin.reader import open_calbin
-from calstack.devices.base import Completion, Device, LaneInput, LaneOutput, Launch
+from calstack.devices.base import Completion, Device, LaneInput, LaneOutput, Launch, RowOutput
 from calstack.errors import DeviceError, SourceError
-from calstack.runtime.dump import Dump, DumpedLane, DumpedLaunch
+from calstack.runtime.dump import Dump, DumpedLane, DumpedLaunch, DumpedRow
 from calstack.runtime.facts import CalbinFacts, Extent
 from calstack.specs import Role
 
@@ -105,7 +105,7 @@ class Replay:
 
 def _input(lane: DumpedLane, vocab: int) -> LaneInput:
     mask = None if lane.mask is None else np.frombuffer(lane.mask, np.int32)
-    if mask is not None and mask.size != -(-vocab // 32):
+    if mask is not None and mask.size != lane.emit_rows * -(-vocab // 32):
         raise SourceError("a mask of the dump does not fit the calbin's vocabulary", where="dump")
     return LaneInput(
         past_len=lane.past_len,
@@ -117,12 +117,21 @@ def _input(lane: DumpedLane, vocab: int) -> LaneInput:
         draw=lane.draw,
         prompt_history=lane.prompt_history,
         output_history=lane.output_history,
-        mask=mask,
+        mask=mask if mask is None or lane.emit_rows == 1 else mask.reshape(lane.emit_rows, -1),
         top_logprobs=lane.top_logprobs,
+        emit_rows=lane.emit_rows,
     )
 
 
 def _differences(lane: DumpedLane, out: LaneOutput) -> Iterator[str]:
+    if len(out.before) != len(lane.before):
+        yield f"{len(out.before) + 1} sampled rows, recorded {len(lane.before) + 1}"
+    for step, (was, now) in enumerate(zip(lane.before, out.before, strict=False)):
+        yield from (f"row {step}: {text}" for text in _row_differences(was, now))
+    yield from _row_differences(lane, out)
+
+
+def _row_differences(lane: DumpedLane | DumpedRow, out: LaneOutput | RowOutput) -> Iterator[str]:
     if out.token != lane.token:
         yield f"token {out.token}, recorded {lane.token}"
     if lane.logprob is not None and out.logprob != lane.logprob:

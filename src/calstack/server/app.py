@@ -18,9 +18,10 @@ from calstack.server.anthropic import CountMessages, MessagesRequest, anthropic_
 from calstack.server.chat import understand_chat
 from calstack.server.completions import understand_completion
 from calstack.server.context import Context
+from calstack.server.encode import Classify, Embeddings, NativeEmbeddings, Rerank, Score
 from calstack.server.errors import InternalError, MethodError, NotFoundError, answer_of
 from calstack.server.exchange import Endpoint, send_json
-from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Encoders, Props, SlotAction, Slots
+from calstack.server.inspect import Adapters, ApplyTemplate, CountChat, Props, SlotAction, Slots
 from calstack.server.live import Live
 from calstack.server.native import understand_infill, understand_native
 from calstack.server.openapi import OpenAPI
@@ -36,17 +37,6 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _CLIENT_LEFT = 499
-_ENCODER_ROUTES = (
-    "/v1/embeddings",
-    "/embedding",
-    "/embeddings",
-    "/v1/rerank",
-    "/rerank",
-    "/v1/reranking",
-    "/reranking",
-    "/v1/score",
-    "/score",
-)
 
 
 def build_app(context: Context) -> ASGIApp:
@@ -88,7 +78,14 @@ def build_app(context: Context) -> ASGIApp:
         _route("/v1/messages", messages, "POST"),
         _route("/v1/messages/count_tokens", CountMessages(context), "POST"),
     ]
-    routes += [_route(path, Encoders(context), "POST") for path in _ENCODER_ROUTES]
+    encoders: dict[Any, tuple[str, ...]] = {
+        Embeddings(context): ("/v1/embeddings",),
+        NativeEmbeddings(context): ("/embedding", "/embeddings"),
+        Rerank(context): ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking"),
+        Score(context): ("/v1/score", "/score"),
+        Classify(context): ("/classify",),
+    }
+    routes += [_route(path, endpoint, "POST") for endpoint, paths in encoders.items() for path in paths]
     routes += [_route(path, Page(name, kind), "GET") for path, (name, kind) in PAGES.items()]
     routes.append(_route("/openapi.json", OpenAPI(routes), "GET"))
     return _Edge(context, Router(routes, redirect_slashes=False))

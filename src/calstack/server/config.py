@@ -77,6 +77,8 @@ class LimitsConfig:
     """Deepest nesting of a request body."""
     max_choices: int = 64
     """Most choices of a request (n x prompts)."""
+    max_texts: int = 2048
+    """Most texts of a request to an encoder."""
     max_stops: int = 64
     """Most stop strings of a request."""
     max_stop_chars: int = 1024
@@ -208,6 +210,7 @@ _POSITIVE = frozenset(
         "limits.max_queued_tokens",
         "limits.max_body_bytes",
         "limits.max_choices",
+        "limits.max_texts",
         "limits.max_json_depth",
         "ops.reads_per_s",
         "trace.interval_s",

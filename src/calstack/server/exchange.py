@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from calstack.errors import CalstackError, RequestError, UnavailableError
+from calstack.errors import CalstackError, NotInCalbin, RequestError, UnavailableError
 from calstack.server.accounts import Account
 from calstack.server.body import decode, read_body
 from calstack.server.choice import Delta, End
@@ -25,7 +25,7 @@ from calstack.server.render import Collected, Renderer
 from calstack.server.sse import DONE, HEADERS, PING, event
 from calstack.text.thoughts import ThoughtMeter
 
-__all__ = ["Endpoint", "Plan", "request_id_of", "send_json"]
+__all__ = ["Endpoint", "Plan", "request_id_of", "send_json", "watching"]
 
 _GRAMMAR_S = 10.0
 _LOGGED_BYTES = 1 << 16
@@ -78,13 +78,16 @@ class Endpoint:
         body = await read_body(Request(scope, receive), limits.max_body_bytes, limits.body_timeout_s)
         if self._context.config.log.prompts:
             scope["calstack.log"]["body"] = body[:_LOGGED_BYTES].decode("utf-8", "replace")
-        plan = self._understand(self._context, await self._decode(body), request_id)
+        fields = await self._decode(body)
+        if self._context.model.spec.encoder is not None:
+            raise NotInCalbin("this calbin is an encoder and generates no text", remedy="serve a decoder's calbin")
+        plan = self._understand(self._context, fields, request_id)
         account: Account | None = scope["calstack.account"]
         with Generation(
             self._context, request_id, plan.generate, arrival=arrival, top_logprobs=plan.top_logprobs, account=account
         ) as generation:
             generation.prompt_logprobs = plan.prompt_logprobs
-            async with _watching(receive, generation.client_left):
+            async with watching(receive, generation.client_left):
                 try:
                     await self._begin(plan, generation)
                     await _Answer(self._context, plan, generation, send).run()
@@ -185,7 +188,7 @@ def _raise_of(end: End | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _watching(receive: Receive, on_left: Callable[[], None]) -> AsyncIterator[None]:
+async def watching(receive: Receive, on_left: Callable[[], None]) -> AsyncIterator[None]:
     """Call `on_left` when the client closes the connection."""
 
     async def watch() -> None:

@@ -18,7 +18,7 @@ from calstack.server.native import settings_of
 from calstack.server.params import generate_of
 from calstack.server.schemas import ChatRequest, GenerationFields
 
-__all__ = ["Adapters", "ApplyTemplate", "CountChat", "Encoders", "Props", "SlotAction", "Slots"]
+__all__ = ["Adapters", "ApplyTemplate", "CountChat", "Props", "SlotAction", "Slots"]
 
 
 class _Asked:
@@ -87,13 +87,6 @@ class Adapters(_Asked):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # ASGI
         raise NotInCalbin("this calbin has no adapter slots", remedy="merge the adapter before compiling")
-
-
-class Encoders(_Asked):
-    """Embeddings and ranking: a decoder calbin has neither."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # ASGI
-        raise NotInCalbin("this calbin gives text, not embeddings or scores", remedy="serve an encoder's calbin")
 
 
 class ApplyTemplate(_Asked):

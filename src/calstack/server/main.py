@@ -237,7 +237,12 @@ def _announce(started: Started) -> None:
     info = started.context.supervisor.info
     device = info.device if info else ""
     click.echo(f"calstack serves {started.context.model.id} on {device} at {started.url} (ctrl-c ends it)")
-    body = '{"messages": [{"role": "user", "content": "Name the capital of France."}], "temperature": 0}'
+    route, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Name the capital of France."}], "temperature": 0}'
+    encoder = started.context.model.spec.encoder
+    if encoder is not None and encoder.pooling != "none":
+        route, body = "/v1/embeddings", '{"input": "The capital of France."}'
+    elif encoder is not None:
+        route, body = "/classify", '{"input": "The capital of France."}'
     socket_path = started.context.config.listen.uds
     where = f"{started.url}" if socket_path is None else f"--unix-socket {socket_path} http://localhost"
-    click.echo(f"curl {where}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    click.echo(f"curl {where}{route} -H 'Content-Type: application/json' -d '{body}'")

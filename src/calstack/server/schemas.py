@@ -9,14 +9,19 @@ import msgspec
 __all__ = [
     "ChatMessage",
     "ChatRequest",
+    "ClassifyRequest",
     "CompletionRequest",
     "ContentPart",
     "DetokenizeRequest",
+    "EmbeddingRequest",
     "GenerationFields",
     "InfillRequest",
     "NativePrompt",
     "NativeRequest",
+    "RerankRequest",
+    "ScoreRequest",
     "StreamOptions",
+    "TextObject",
     "TokenizeRequest",
     "ToolCall",
     "ToolFunction",
@@ -220,3 +225,56 @@ class DetokenizeRequest(_Input, frozen=True, kw_only=True):
     """POST /detokenize, llama-server's."""
 
     tokens: list[int]
+
+
+class TextObject(_Input, frozen=True, kw_only=True):
+    """A text as an object: a document's `text`, llama-server's `prompt_string`, or content parts."""
+
+    text: str | None = None
+    prompt_string: str | None = None
+    content: list[ContentPart] | None = None
+
+
+class _TextFields(_Input, frozen=True, kw_only=True):
+    """Fields of every route of an encoder."""
+
+    model: str | None = None
+    user: str | None = None
+    truncate: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class EmbeddingRequest(_TextFields, frozen=True, kw_only=True):
+    """POST /v1/embeddings: OpenAI's fields, and llama-server's `content`."""
+
+    input: str | TextObject | list[str | int | TextObject | list[str | int]] | None = None
+    content: str | TextObject | list[str | int | TextObject | list[str | int]] | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    embd_normalize: int | None = None
+
+
+class RerankRequest(_TextFields, frozen=True, kw_only=True):
+    """POST /v1/rerank."""
+
+    query: str
+    documents: list[str | TextObject] | None = None
+    texts: list[str] | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    raw_scores: bool | None = None
+
+
+class ScoreRequest(_TextFields, frozen=True, kw_only=True):
+    """POST /v1/score."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    raw_scores: bool | None = None
+
+
+class ClassifyRequest(_TextFields, frozen=True, kw_only=True):
+    """POST /classify."""
+
+    input: str | list[str]

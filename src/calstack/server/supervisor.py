@@ -19,11 +19,14 @@ from calstack.server.errors import error_of
 from calstack.server.journal import Entry, Journal
 from calstack.server.launch import engine_command
 from calstack.server.link import EngineLink
+from calstack.server.texts import TextBook, TextEntry
 from calstack.wire import (
     CalbinInfo,
     Cancel,
     DeviceAnswer,
     DeviceCommand,
+    Encode,
+    Encoded,
     EngineFailed,
     EngineMessage,
     EngineStats,
@@ -78,6 +81,7 @@ class Supervisor:
         directory: Path,
     ) -> None:
         self._config, self._journal, self._directory = config, journal, directory
+        self._texts = TextBook()
         self._on_launches, self._on_ready = on_launches, on_ready
         self.state = EngineState.LOADING
         self.info: CalbinInfo | None = None
@@ -135,6 +139,22 @@ class Supervisor:
             if entry.sent:
                 self._send(Cancel(request=request))
             self.submit(entry)
+
+    def encode(self, message: Encode) -> asyncio.Future[Encoded]:
+        """Give texts to the engine now, or to the next one as soon as it is ready; the answer, or the CalstackError it ends with."""
+        entry = self._texts.accept(message)
+        self._send_texts(entry)
+        return entry.answer
+
+    def forget_texts(self, request: str) -> None:
+        """Nobody waits for a request's texts any more; without effect when it has been answered."""
+        if (entry := self._texts.forget(request)) is not None and entry.sent:
+            self._send(Cancel(request=request))
+
+    def _send_texts(self, entry: TextEntry) -> None:
+        if self.state is EngineState.READY:
+            entry.sent = True
+            self._send(entry.message)
 
     async def fresh_stats(self, timeout_s: float = 0.5) -> EngineStats | None:
         """The engine's counters now, or the last known ones when it does not answer in time."""
@@ -236,7 +256,7 @@ class Supervisor:
             lost.cancel()
 
     def _hangs(self) -> bool:
-        if self.state is not EngineState.READY or not len(self._journal):
+        if self.state is not EngineState.READY or not (len(self._journal) or len(self._texts)):
             self._heard = time.monotonic()
             return False
         self._send(StatsRequest())
@@ -264,8 +284,10 @@ class Supervisor:
         self.error = self.error or UnavailableError(f"the engine process ended with code {code}")
         self._set(EngineState.LOADING)
         if was_ready:
+            error = UnavailableError("the engine process died several times while it served this request")
+            self._texts.crashed(error)
             for entry in self._journal.crashed():
-                self._end_with(entry, UnavailableError("the engine process died several times while it served this request"))
+                self._end_with(entry, error)
 
     # --- messages --------------------------------------------------------------------------------------------------------------
 
@@ -287,6 +309,8 @@ class Supervisor:
     def _step(self, step: StepOutput) -> None:
         for out in step.tokens:
             self._journal.record(out)
+        for encoded in step.encoded:
+            self._texts.record(encoded)
         if step.launches:
             self._on_launches(step.launches)
 
@@ -303,6 +327,8 @@ class Supervisor:
         self._set(EngineState.READY)
         for entry in self._journal:
             self.submit(entry)
+        for texts in self._texts:
+            self._send_texts(texts)
 
     def _link_lost(self, error: Exception | None) -> None:
         if error is not None and self.error is None:
@@ -319,6 +345,7 @@ class Supervisor:
         self.changed = asyncio.Event()
 
     def _fail_all(self, error: CalstackError) -> None:
+        self._texts.fail_all(error)
         for entry in self._journal:
             self._end_with(entry, error)
 

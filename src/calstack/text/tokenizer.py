@@ -49,6 +49,7 @@ class Tokenizer:
         self._json = tokenizer_json
         self._parsing = _load(tokenizer_json, where)
         self._plain: tokenizers.Tokenizer | None = None
+        self._cutting: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
         self.bos_id = bos_id
         self.pieces = PieceTable(self._parsing, tokenizer_json)
@@ -88,6 +89,33 @@ class Tokenizer:
         _check_unicode(text)
         ids = self._ids(self._parsing if special else self._plain_tokenizer(), text)
         return self._with_bos(ids) if bos else ids
+
+    def encode_text(self, text: str, other: str | None = None, *, limit: int = 0) -> tuple[list[int], int]:
+        """Ids of a text, or of a pair, for an encoder: with the special tokens it wants around them, and none of a user's own.
+
+        Args:
+            text: any text without lone surrogates.
+            other: the second of a pair.
+            limit: most ids; the end of the longer text is cut off. 0 = nothing is.
+
+        Returns:
+            The ids, and where the second segment begins (0 = there is none).
+
+        Raises:
+            RequestError: when a text is not valid Unicode.
+        """
+        for one in (text, other or ""):
+            _check_unicode(one)
+        found = self._plain_tokenizer().encode(text, other, add_special_tokens=True)
+        if limit and len(found.ids) > limit:
+            with self._lock:
+                cutting = _load(self._json, "tokenizer.json") if self._cutting is None else self._cutting
+                self._cutting = cutting
+                cutting.encode_special_tokens = True
+                cutting.enable_truncation(limit, strategy="longest_first")
+                found = cutting.encode(text, other, add_special_tokens=True)
+        types: list[int] = found.type_ids
+        return found.ids, types.index(1) if 1 in types else 0
 
     def encode_prompt(self, prompt: PromptText, *, bos: bool = True) -> list[int]:
         """Ids of a rendered template: its special tokens are parsed, those that a user wrote stay plain text."""

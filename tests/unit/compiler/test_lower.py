@@ -89,12 +89,14 @@ def test_graphs_that_disagree_on_kv_layers_are_refused() -> None:
         )
 
 
-def test_submodels_are_a_prefill_and_one_decode_per_batch() -> None:
+def test_submodels_are_a_prefill_and_per_batch_a_decode_and_an_extend() -> None:
     made = plan("tiny-llama", batches=(8, 1), context=256)
     assert [(d.submodel.role, d.submodel.batch, d.submodel.q_len, d.submodel.rows) for d in made.drafts] == [
         (Role.PREFILL, 8, 256, 256),
         (Role.DECODE, 1, 1, 1),
         (Role.DECODE, 8, 1, 8),
+        (Role.EXTEND, 1, 8, 8),
+        (Role.EXTEND, 8, 8, 64),
     ]
     assert made.drafts[0].submodel.key == "prefill.b8.q256.c256.paged"
     for draft in made.drafts:

@@ -300,6 +300,7 @@ BAD_LANES: dict[str, dict[str, Any]] = {
     "mask of another type": {"emit": True, "sampling": GREEDY, "mask": np.zeros(5, np.float64)},
     "too many log-probabilities": {"emit": True, "sampling": GREEDY, "top_logprobs": 65},
     "an adapter": {"adapter": 1},
+    "more sampled rows than one of a prefill": {"emit": True, "sampling": GREEDY, "emit_rows": 2},
     "history outside the vocabulary": {
         "emit": True,
         "sampling": SamplingParams(temperature=0.0, presence_penalty=1.0),

@@ -136,11 +136,11 @@ def test_lookup_grown_step_by_step_is_lookup_grown_at_once(prompt: list[int], ou
 
 def test_guesses_are_taken_along_only_where_they_give_more_ids_a_second() -> None:
     costs = StepCosts()
-    buckets = [("one", 1), ("four", 4), ("eight", 8)]
-    for key, ns in (("one", 1_000_000), ("four", 1_500_000), ("eight", 9_000_000)):
-        costs.decode(key, ns)
+    costs.decode("plain", 1_000_000)
+    for rows, ns in ((1, 1_000_000), (2, 1_300_000), (4, 1_500_000), (5, 9_000_000)):
+        costs.extend(rows, ns)
     sure, poor = Acceptance(), Acceptance()
     sure.share, poor.share = 0.95, 0.05
-    assert best_guesses([sure.expected], [7], buckets, costs) == [3]
-    assert best_guesses([poor.expected], [7], buckets, costs) == [0]
-    assert best_guesses([sure.expected, sure.expected], [7, 7], buckets, costs) == [1, 1]
+    assert best_guesses([sure.expected], [7], costs, "plain") == [3]
+    assert best_guesses([poor.expected], [7], costs, "plain") == [0]
+    assert best_guesses([sure.expected, poor.expected], [7, 7], costs, "plain") == [2, 0]

@@ -126,3 +126,22 @@ def test_white_space_of_documents_is_bounded(grammars: Grammars, tokenizer: Toke
     assert _accepts(grammars, tokenizer, schema, "[1, 2]")
     assert not _accepts(grammars, tokenizer, schema, "[" + "\n" * 3 + "1]")
     assert not _accepts(grammars, tokenizer, schema, "[" + " " * 40 + "1]")
+
+
+def test_masks_ahead_are_those_of_walking_there_and_the_place_stays(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("aab!").ids
+    walked, ahead = _matcher(grammars, "regex", "a+b+c"), _matcher(grammars, "regex", "a+b+c")
+    before = ahead.mask()
+    masks = ahead.peek(ids)
+    assert len(masks) == 3, "nothing behind the first id that is not allowed"
+    for token, mask in zip(ids, masks, strict=False):
+        assert walked.consume(token)
+        assert (walked.mask() == mask).all()
+    assert (ahead.mask() == before).all()
+
+
+def test_masks_ahead_end_before_the_end_of_the_output(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    matcher = _matcher(grammars, "regex", "ab")
+    assert len(matcher.peek([*tokenizer.encode("ab").ids, EOS])) == 1, "behind the whole text there is nothing to sample"
+    assert not matcher.finished
+    assert matcher.forced()[:2] == tokenizer.encode("ab").ids

@@ -105,7 +105,7 @@ def test_props_and_slots_tell_of_model_and_device(server: LiveServer) -> None:
         ("POST", "/slots/0?action=save", {"filename": "x"}),
         ("POST", "/v1/embeddings", {"input": "x"}),
         ("POST", "/v1/rerank", {"query": "x", "documents": ["y"]}),
-        ("POST", "/v1/score", {}),
+        ("POST", "/v1/score", {"text_1": "x", "text_2": "y"}),
         ("POST", "/infill", {"input_prefix": "a", "input_suffix": "b"}),
     ],
 )
