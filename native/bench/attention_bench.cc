@@ -82,26 +82,24 @@ constexpr const char* kTypes[] = {"f32", "bf16", "bf16_v8", "i8"};
 void decode(const KernelTable& k, int threads, int heads, int kv_heads, int dim, int context, KVType type) {
   const int layers = 30;
   const Cache cache(heads, kv_heads, dim, context, layers, type);
-  const size_t xs = static_cast<size_t>((heads + 2 * kv_heads) * dim), group = static_cast<size_t>(heads / kv_heads);
+  const size_t xs = static_cast<size_t>((heads + 2 * kv_heads) * dim);
   const std::vector<float> qkv = random_rows(xs);
   const int splits = (context + kSplitKeys - 1) / kSplitKeys;
   std::vector<float> ml(static_cast<size_t>(splits * heads) * 2), o(static_cast<size_t>(splits * heads * dim)), out(static_cast<size_t>(heads * dim));
   std::vector<std::vector<uint8_t>> scratch(static_cast<size_t>(threads), std::vector<uint8_t>(attention_scratch_bytes(cache.s)));
   const double s = best_of(9, threads, [&](int t) {
+    const int units = splits * kv_heads, end = units * (t + 1) / threads;
     for (int layer = 0; layer < layers; ++layer) {
       const KVView view = cache.view(layer);
-      for (int i = t; i < splits * kv_heads; i += threads) {
-        const int h = i % kv_heads, split = i / kv_heads;
-        const size_t at = static_cast<size_t>(h * splits + split) * group;
-        k.attention_split(qkv.data(), xs, cache.s, view, 0, context - 1, h, 0, split, ml.data() + 2 * at, o.data() + at * static_cast<size_t>(dim), scratch[static_cast<size_t>(t)].data());
+      for (int u = units * t / threads, h1 = 0; u < end; u += h1 - u % kv_heads) {
+        const size_t split = static_cast<size_t>(u / kv_heads);
+        h1 = std::min(kv_heads, u % kv_heads + end - u);
+        k.attention_split(qkv.data(), xs, cache.s, view, 0, context - 1, u % kv_heads, h1, 0, u / kv_heads, ml.data() + split * 2 * static_cast<size_t>(heads),
+                          o.data() + split * static_cast<size_t>(heads * dim), scratch[static_cast<size_t>(t)].data());
       }
     }
     if (t == 0)
-      for (int layer = 0; layer < layers; ++layer)
-        for (int h = 0; h < kv_heads; ++h) {
-          const size_t at = static_cast<size_t>(h * splits) * group;
-          k.attention_merge(cache.s, ml.data() + 2 * at, o.data() + at * static_cast<size_t>(dim), splits, h, out.data());
-        }
+      for (int layer = 0; layer < layers; ++layer) k.attention_merge(cache.s, ml.data(), o.data(), splits, 0, heads, out.data());
   });
   const double bytes = static_cast<double>(layers) * static_cast<double>(cache.layer_bytes) / kBlockPositions * context;
   const double gbs = bytes / s / 1e9, limit = ReadCeiling(static_cast<size_t>(bytes)).gbs(k, threads);

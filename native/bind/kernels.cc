@@ -163,7 +163,7 @@ void moe_combine(const std::string& isa, Array<const float, 1> weights, F32Rows 
 
 std::vector<std::string> isas() {
   std::vector<std::string> names;
-  for (const char* name : {"reference", "portable", "avx2", "avx2_vnni", "avx512_vnni"})
+  for (const char* name : {"reference", "portable", "avx2", "avx2_vnni", "avx512_vnni", "avx512_bf16"})
     if (kernels_by_name(name)) names.emplace_back(name);
   return names;
 }

@@ -26,7 +26,7 @@ struct PyCache {
   PyCache(Array<uint8_t, 2> bytes, Array<const int32_t, 2> block_ids, const std::string& type, int heads, int kv_heads, int head_dim, int window, float scale,
           float softcap)
       : blocks(bytes), tables(block_ids), shape{heads, kv_heads, head_dim, window, scale, softcap}, view{} {
-    require(head_dim > 0 && head_dim <= 256 && kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "[kernels] heads or head_dim do not fit");
+    require(head_dim > 0 && head_dim <= 256 && head_dim % 2 == 0 && kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "[kernels] heads or head_dim do not fit");
     const KVType kv = kv_type(type);
     const size_t bytes_needed = KVPlaces(kv, kv_heads, head_dim).bytes();
     require(bytes.shape(1) >= bytes_needed, "[kernels] a block is smaller than K and V of one layer");
@@ -36,7 +36,6 @@ struct PyCache {
     view = {kv, blocks.data(), blocks.shape(1), blocks.shape(1) - bytes_needed, kv_heads, head_dim, lane_tables.data()};
   }
   size_t row_floats() const { return (size_t)(shape.heads + 2 * shape.kv_heads) * shape.head_dim; }
-  size_t group() const { return (size_t)(shape.heads / shape.kv_heads); }
 
   void check(int lane, int position) const {
     require(lane >= 0 && (size_t)lane < tables.shape(0), "[kernels] no such lane");
@@ -82,28 +81,28 @@ auto attention(const std::string& isa, const PyCache& cache, Array<const float, 
   return out;
 }
 
-// Every split of one row: ml [splits * heads-of-a-group, 2] and o [.., head_dim] of each KV head in turn.
-auto attention_splits(const std::string& isa, const PyCache& cache, Array<const float, 2> qkv, int lane, int row, int position, int kv_head) {
+// Every split of one row: ml [splits * 2, heads] and o [splits * heads, head_dim], those of the KV heads [h0, h1) filled.
+auto attention_splits(const std::string& isa, const PyCache& cache, Array<const float, 2> qkv, int lane, int row, int position, int h0, int h1) {
   require(row >= 0 && (size_t)row < qkv.shape(0) && qkv.shape(1) >= cache.row_floats(), "[kernels] no such row");
-  require(kv_head >= 0 && kv_head < cache.shape.kv_heads, "[kernels] no such KV head");
+  require(0 <= h0 && h0 <= h1 && h1 <= cache.shape.kv_heads, "[kernels] no such KV heads");
   cache.check(lane, position);
   std::vector<uint8_t> scratch(attention_scratch_bytes(cache.shape));
-  const size_t splits = (size_t)position / kSplitKeys + 1, group = cache.group(), dim = (size_t)cache.shape.head_dim;
-  auto ml = zeros<float>(splits * group, 2), o = zeros<float>(splits * group, dim);
+  const size_t splits = (size_t)position / kSplitKeys + 1, heads = (size_t)cache.shape.heads, dim = (size_t)cache.shape.head_dim;
+  auto ml = zeros<float>(splits * 2, heads), o = zeros<float>(splits * heads, dim);
   for (size_t i = 0; i < splits; ++i)
-    table_named(isa).attention_split(qkv.data(), qkv.shape(1), cache.shape, cache.view, lane, position, kv_head, row, (int)i,
-                                     ml.data() + i * group * 2, o.data() + i * group * dim, scratch.data());
+    table_named(isa).attention_split(qkv.data(), qkv.shape(1), cache.shape, cache.view, lane, position, h0, h1, row, (int)i,
+                                     ml.data() + i * heads * 2, o.data() + i * heads * dim, scratch.data());
   return nb::make_tuple(ml, o);
 }
 
-void attention_merge(const std::string& isa, const PyCache& cache, Array<const float, 2> ml, Array<const float, 2> o, int kv_head,
+void attention_merge(const std::string& isa, const PyCache& cache, Array<const float, 2> ml, Array<const float, 2> o, int h0, int h1,
                      Array<float, 2> out) {
-  const size_t group = cache.group(), splits = ml.shape(0) / group;
-  require(ml.shape(1) == 2 && splits * group == ml.shape(0), "[kernels] ml must be [splits * group, 2]");
-  require(o.shape(0) == ml.shape(0) && o.shape(1) == (size_t)cache.shape.head_dim, "[kernels] o must be [splits * group, head_dim]");
-  require(out.shape(0) == 1 && out.shape(1) == (size_t)cache.shape.heads * cache.shape.head_dim, "[kernels] out must be [1, heads * head_dim]");
-  require(kv_head >= 0 && kv_head < cache.shape.kv_heads, "[kernels] no such KV head");
-  table_named(isa).attention_merge(cache.shape, ml.data(), o.data(), (int)splits, kv_head, out.data());
+  const size_t heads = (size_t)cache.shape.heads, splits = ml.shape(0) / 2;
+  require(ml.shape(1) == heads && splits * 2 == ml.shape(0), "[kernels] ml must be [splits * 2, heads]");
+  require(o.shape(0) == splits * heads && o.shape(1) == (size_t)cache.shape.head_dim, "[kernels] o must be [splits * heads, head_dim]");
+  require(out.shape(0) == 1 && out.shape(1) == heads * (size_t)cache.shape.head_dim, "[kernels] out must be [1, heads * head_dim]");
+  require(0 <= h0 && h0 <= h1 && h1 <= cache.shape.heads, "[kernels] no such heads");
+  table_named(isa).attention_merge(cache.shape, ml.data(), o.data(), (int)splits, h0, h1, out.data());
 }
 
 struct PySample {
@@ -166,9 +165,9 @@ void init_kernels_attention(nb::module_& core) {
   m.def("attention", &attention, nb::arg("isa"), nb::arg("cache"), nb::arg("qkv"), nb::arg("lane"), nb::arg("positions"),
         "Attention of consecutive rows of one lane, [rows, heads * head_dim].");
   m.def("attention_splits", &attention_splits, nb::arg("isa"), nb::arg("cache"), nb::arg("qkv"), nb::arg("lane"), nb::arg("row"),
-        nb::arg("position"), nb::arg("kv_head"), "All partials of one row and KV head: ml [splits * group, 2], o [splits * group, head_dim].");
-  m.def("attention_merge", &attention_merge, nb::arg("isa"), nb::arg("cache"), nb::arg("ml"), nb::arg("o"), nb::arg("kv_head"), nb::arg("out"),
-        "Merges partials into out [1, heads * head_dim].");
+        nb::arg("position"), nb::arg("h0"), nb::arg("h1"), "Partials of one row for KV heads [h0, h1): ml [splits * 2, heads], o [splits * heads, head_dim].");
+  m.def("attention_merge", &attention_merge, nb::arg("isa"), nb::arg("cache"), nb::arg("ml"), nb::arg("o"), nb::arg("h0"), nb::arg("h1"), nb::arg("out"),
+        "Merges partials of heads [h0, h1) into out [1, heads * head_dim].");
   m.def("sample", &sample, nb::arg("isa"), nb::arg("logits"), nb::arg("softcap") = 0.0f, nb::arg("temperature") = 0.0f, nb::arg("top_k") = 0,
         nb::arg("top_p") = 1.0f, nb::arg("min_p") = 0.0f, nb::arg("repetition") = 1.0f, nb::arg("frequency") = 0.0f, nb::arg("presence") = 0.0f,
         nb::arg("bias_ids") = nb::none(), nb::arg("bias") = nb::none(), nb::arg("prompt") = nb::none(), nb::arg("output") = nb::none(),

@@ -373,6 +373,7 @@ void init_program(nb::module_& m) {
            [](CalbinBuilder* self, const std::string& params, int vocab, const std::string& kv_dtype, int layers, int kv_heads, int head_dim,
               int blocks) {
              if (vocab <= 0 || layers < 0 || kv_heads <= 0 || head_dim <= 0 || blocks < (layers > 0 ? 1 : 0)) refuse("sizes must be positive");
+             if (head_dim % 2 != 0) refuse("head_dim must be even");
              new (self) CalbinBuilder(params, vocab, {kv_type(kv_dtype), layers, kv_heads, head_dim, blocks});
            },
            "params"_a, "vocab"_a, "kv_dtype"_a, "layers"_a, "kv_heads"_a, "head_dim"_a, "blocks"_a)

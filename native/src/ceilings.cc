@@ -28,7 +28,7 @@ double seconds_now() { return std::chrono::duration<double>(std::chrono::steady_
 CeilingLoops loops_of(const KernelTable& table) {
   const std::string name = table.name;
 #if defined(CALSTACK_X86)
-  if (name == "avx512_vnni") return avx512::ceiling_loops();
+  if (name == "avx512_vnni" || name == "avx512_bf16") return avx512::ceiling_loops();
   if (name == "avx2_vnni") return avx2_vnni::ceiling_loops();
   if (name == "avx2") return avx2::ceiling_loops();
 #endif

@@ -118,7 +118,7 @@ void Executor::attention_rows(Member& team, const Calbin& calbin, const Call& c,
   });
 }
 
-// One item per (lane, split, kv head), then the merge per (lane, kv head). Partials: [lane][kv head][split].
+// One unit per (lane, split, kv head), those of a split taken together; then the merge per (lane, head). Partials: [lane][split][head].
 void Executor::attention_splits(Member& team, const Calbin& calbin, const Call& c, const LaunchData& launch) {
   auto& items = scratch_->worker[static_cast<size_t>(team.index())].items;
   items.clear();
@@ -132,24 +132,26 @@ void Executor::attention_splits(Member& team, const Calbin& calbin, const Call& 
   const float* qkv = at(calbin, c.x);
   float* out = at(calbin, c.out);
   const size_t xs = static_cast<size_t>(c.x.width), os = static_cast<size_t>(c.out.width);
-  const int heads = c.attn.kv_heads, group = c.attn.heads / heads;
-  const auto part = [&](int row, int head, int s) { return static_cast<size_t>((row * heads + head) * most + s) * static_cast<size_t>(group); };
+  const int kv_heads = c.attn.kv_heads, heads = c.attn.heads;
+  const auto part = [&](int row, int s) { return static_cast<size_t>(row * most + s) * static_cast<size_t>(heads); };
   float *ml = scratch_->partial_ml.as<float>(), *o = scratch_->partial_o.as<float>();
   const size_t dim = static_cast<size_t>(c.attn.head_dim);
-  team.run(static_cast<int>(items.size()) * heads, kItems, [&](int b, int e, int w) {
-    for (int u = b; u < e; ++u) {
-      const AttentionItem& it = items[static_cast<size_t>(u / heads)];
-      const int position = launch.positions[it.r0], head = u % heads;
-      const size_t p = part(it.r0, head, it.split - first_split(c, position));
-      kernels_.attention_split(qkv, xs, c.attn, kv, it.lane, position, head, it.r0, it.split, ml + 2 * p, o + p * dim,
+  team.run(static_cast<int>(items.size()) * kv_heads, {1}, [&](int b, int e, int w) {
+    for (int u = b, h1 = 0; u < e; u += h1 - u % kv_heads) {
+      const AttentionItem& it = items[static_cast<size_t>(u / kv_heads)];
+      h1 = std::min(kv_heads, u % kv_heads + e - u);
+      const int position = launch.positions[it.r0];
+      const size_t p = part(it.r0, it.split - first_split(c, position));
+      kernels_.attention_split(qkv, xs, c.attn, kv, it.lane, position, u % kv_heads, h1, it.r0, it.split, ml + 2 * p, o + p * dim,
                                scratch_->worker[static_cast<size_t>(w)].attention.data());
     }
   });
-  team.run(launch.rows * heads, {2}, [&](int b, int e, int) {
-    for (int u = b; u < e; ++u) {
-      const int row = u / heads, head = u % heads, position = launch.positions[row];
-      const size_t p = part(row, head, 0);
-      kernels_.attention_merge(c.attn, ml + 2 * p, o + p * dim, position / kSplitKeys - first_split(c, position) + 1, head,
+  team.run(launch.rows * heads, {4}, [&](int b, int e, int) {
+    for (int u = b, h1 = 0; u < e; u += h1 - u % heads) {
+      const int row = u / heads, position = launch.positions[row];
+      h1 = std::min(heads, u % heads + e - u);
+      const size_t p = part(row, 0);
+      kernels_.attention_merge(c.attn, ml + 2 * p, o + p * dim, position / kSplitKeys - first_split(c, position) + 1, u % heads, h1,
                                out + static_cast<size_t>(row) * os);
     }
   });

@@ -39,6 +39,10 @@ CeilingLoops ceiling_loops();
 void fill_linear_q(KernelTable& t);  // the other families of such a CPU are those of avx2
 }
 
+namespace avx512_bf16 {
+void fill_attention(KernelTable& t);  // the other families of such a CPU are those of avx512
+}
+
 }  // namespace calstack
 
 #undef CALSTACK_DECLARE_PARTS

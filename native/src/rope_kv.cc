@@ -1,4 +1,5 @@
 // Rope tables, and the step between the QKV projection and attention: q/k norm, rope, and K and V written to the cache.
+#include "attention_scratch.h"
 #include "kernel_parts.h"
 #include "half.h"
 #include "kv_layout.h"
@@ -75,16 +76,13 @@ void rotate(float* x, const float* table, int half) {
 
 // How values of a head become stored ones: `inv` is 127 / max for int8, else unused.
 CALSTACK_INLINE void put(float* to, float x, float) { *to = x; }
-CALSTACK_INLINE void put(uint16_t* to, float x, float) { *to = f32_to_bf16(x); }
+CALSTACK_INLINE void put(uint16_t* to, float x, float) { *to = f32_to_bf16(__builtin_fabsf(x) < kLeastBf16 ? 0.0f : x); }
 CALSTACK_INLINE void put(int8_t* to, float x, float inv) { *to = (int8_t)__builtin_rintf(x * inv); }
-CALSTACK_INLINE void put_first(float* to, const float* x, int n, float) { F32x16::load_first(x, n).store_first(to, n); }
-CALSTACK_INLINE void put_first(uint16_t* to, const float* x, int n, float inv) {
-  if (n == 16) return F32x16::load(x).store_bf16(to);
-  for (int i = 0; i < n; ++i) put(to + i, x[i], inv);
-}
-CALSTACK_INLINE void put_first(int8_t* to, const float* x, int n, float inv) {
-  if (n == 16) return store_i8(to_i32(F32x16::load(x) * F32x16::broadcast(inv)), to);
-  for (int i = 0; i < n; ++i) put(to + i, x[i], inv);
+
+// Finite whatever x is: a key that a row does not see must not reach it as 0 times infinity.
+CALSTACK_INLINE F32x16 clamped(F32x16 x) {
+  const F32x16 most = F32x16::broadcast(0x1.fep+127f);
+  return min(max(x, negate(most)), most);
 }
 
 struct Scale {
@@ -99,30 +97,47 @@ Scale scale_of(const float* x, int n) {
   return {127.0f / amax, amax / 127.0f};
 }
 
-// K = [64/16][dim][16 keys].
+// K = [dim][64 keys], or in pairs of dimensions [dim/2][64 keys][2].
+CALSTACK_INLINE void write_k(float* plane, int j, int dim, const float* k, float inv) {
+  for (int d = 0; d < dim; ++d) put(plane + static_cast<size_t>(d * kBlockPositions + j), k[d], inv);
+}
 template <class T>
-void write_k(T* plane, int j, int dim, const float* k, float inv) {
-  T* to = plane + static_cast<size_t>(j / 16 * dim) * 16 + j % 16;
-  for (int d = 0; d < dim; ++d) put(to + static_cast<size_t>(d) * 16, k[d], inv);
+CALSTACK_INLINE void write_k(T* plane, int j, int dim, const float* k, float inv) {
+  T* to = plane + 2 * j;
+  for (int d = 0; d < dim; d += 2, to += 2 * kBlockPositions) {
+    put(to, k[d], inv);
+    put(to + 1, k[d + 1], inv);
+  }
 }
 
-// V = [64][dim].
+// V = [64 keys][dim], or in pairs of keys [64/2][dim][2]. Only the position's own bytes are written: another thread may write its neighbour.
+CALSTACK_INLINE void write_v(float* plane, int j, int dim, const float* v, float) {
+  for (int d = 0; d < dim; d += 16) F32x16::load_first(v + d, rest(d, dim)).store_first(plane + static_cast<size_t>(j * dim + d), rest(d, dim));
+}
 template <class T>
-void write_v(T* plane, int j, int dim, const float* v, float inv) {
-  for (int d = 0; d < dim; d += 16) put_first(plane + static_cast<size_t>(j * dim + d), v + d, rest(d, dim), inv);
+CALSTACK_INLINE void write_v(T* plane, int j, int dim, const float* v, float inv) {
+  T* to = plane + static_cast<size_t>(j / 2 * dim) * 2 + j % 2;
+  for (int d = 0; d < dim; ++d) put(to + 2 * d, v[d], inv);
+}
+
+CALSTACK_INLINE void clamp_head(const float* x, int dim, float* to) {
+  for (int d = 0; d < dim; d += 16) clamped(F32x16::load_first(x + d, rest(d, dim))).store(to + d);
 }
 
 template <class K, class V>
 void write_kv(const KVView& kv, int lane, int position, const float* k, const float* v, size_t h0, size_t h1) {
+  alignas(64) float kc[kMaxHeadDim + 16], vc[kMaxHeadDim + 16];
   uint8_t* layer = kv.base + static_cast<size_t>(kv.tables[lane][position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
   const KVPlaces at(kv.type, kv.kv_heads, kv.head_dim);
   const int j = position % kBlockPositions, dim = kv.head_dim;
   k += h0 * static_cast<size_t>(dim);
   v += h0 * static_cast<size_t>(dim);
   for (size_t h = h0; h < h1; ++h, k += dim, v += dim) {
-    const Scale ks = sizeof(K) == 1 ? scale_of(k, dim) : Scale{}, vs = sizeof(V) == 1 ? scale_of(v, dim) : Scale{};
-    write_k(reinterpret_cast<K*>(layer + at.k(h)), j, dim, k, ks.inv);
-    write_v(reinterpret_cast<V*>(layer + at.v(h)), j, dim, v, vs.inv);
+    clamp_head(k, dim, kc);
+    clamp_head(v, dim, vc);
+    const Scale ks = sizeof(K) == 1 ? scale_of(kc, dim) : Scale{}, vs = sizeof(V) == 1 ? scale_of(vc, dim) : Scale{};
+    write_k(reinterpret_cast<K*>(layer + at.k(h)), j, dim, kc, ks.inv);
+    write_v(reinterpret_cast<V*>(layer + at.v(h)), j, dim, vc, vs.inv);
     if (sizeof(K) == 1) reinterpret_cast<float*>(layer + at.k_scale(h))[j] = ks.value;
     if (sizeof(V) == 1) reinterpret_cast<float*>(layer + at.v_scale(h))[j] = vs.value;
   }

@@ -26,6 +26,7 @@ bool has_avx512_vnni() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
+bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 }  // namespace
@@ -55,15 +56,21 @@ const KernelTable* kernels_avx512_vnni() {
   static const KernelTable table = assemble("avx512_vnni", {CALSTACK_FAMILIES(avx512)});
   return has_avx512_vnni() ? &table : nullptr;
 }
+
+const KernelTable* kernels_avx512_bf16() {
+  static const KernelTable table = assemble("avx512_bf16", {CALSTACK_FAMILIES(avx512), avx512_bf16::fill_attention});
+  return has_avx512_bf16() ? &table : nullptr;
+}
 #else
 const KernelTable* kernels_avx2() { return nullptr; }
 const KernelTable* kernels_avx2_vnni() { return nullptr; }
 const KernelTable* kernels_avx512_vnni() { return nullptr; }
+const KernelTable* kernels_avx512_bf16() { return nullptr; }
 #endif
 
 const KernelTable* kernels_by_name(const char* name) {
   using Get = const KernelTable* (*)();
-  const Get best_first[] = {kernels_avx512_vnni, kernels_avx2_vnni, kernels_avx2, kernels_portable, kernels_reference};
+  const Get best_first[] = {kernels_avx512_bf16, kernels_avx512_vnni, kernels_avx2_vnni, kernels_avx2, kernels_portable, kernels_reference};
   for (Get get : best_first) {
     const KernelTable* table = get();
     if (table && (*name == '\0' || std::strcmp(name, table->name) == 0)) return table;

@@ -58,7 +58,7 @@ struct Run {
 
 Run run(const KernelTable& t, const AttnShape& s, KVType type, int rows, const std::vector<float>& x, const std::vector<float>& norm) {
   const size_t dim = static_cast<size_t>(s.head_dim), xs = static_cast<size_t>(s.heads + 2 * s.kv_heads) * dim, os = static_cast<size_t>(s.heads) * dim;
-  const int half = s.head_dim / 2, group = s.heads / s.kv_heads, last = rows - 1, splits = last / kSplitKeys + 1;
+  const int half = s.head_dim / 2, last = rows - 1, splits = last / kSplitKeys + 1;
   std::vector<int32_t> lanes(static_cast<size_t>(rows), 0), positions;
   for (int i = 0; i < rows; ++i) positions.push_back(i);
   std::vector<float> inv_freq, table(static_cast<size_t>(rows) * dim);
@@ -69,13 +69,15 @@ Run run(const KernelTable& t, const AttnShape& s, KVType type, int rows, const s
   std::vector<uint8_t> scratch(attention_scratch_bytes(s));
   for (int h = 0; h < s.kv_heads; ++h) {
     t.attention(r.qkv.data(), xs, s, r.cache.view, 0, positions.data(), h, 0, rows, r.out.data(), os, scratch.data());
-    r.ml.assign(static_cast<size_t>(2 * splits * group), 0.0f);
-    r.o.assign(static_cast<size_t>(splits * group) * dim, 0.0f);
-    for (int i = 0; i < splits; ++i)
-      t.attention_split(r.qkv.data(), xs, s, r.cache.view, 0, last, h, last, i, r.ml.data() + 2 * i * group, r.o.data() + static_cast<size_t>(i * group) * dim,
-                        scratch.data());
-    t.attention_merge(s, r.ml.data(), r.o.data(), splits, h, r.merged.data());
   }
+  const size_t heads = static_cast<size_t>(s.heads);
+  r.ml.assign(static_cast<size_t>(splits) * 2 * heads, 0.0f);
+  r.o.assign(static_cast<size_t>(splits) * heads * dim, 0.0f);
+  for (size_t i = 0; i < static_cast<size_t>(splits); ++i)
+    for (int h = 0; h < s.kv_heads; h += 2)
+      t.attention_split(r.qkv.data(), xs, s, r.cache.view, 0, last, h, h + 2 < s.kv_heads ? h + 2 : s.kv_heads, last, static_cast<int>(i),
+                        r.ml.data() + i * 2 * heads, r.o.data() + i * heads * dim, scratch.data());
+  t.attention_merge(s, r.ml.data(), r.o.data(), splits, 0, s.heads, r.merged.data());
   return r;
 }
 
@@ -148,7 +150,7 @@ void test_table(const KernelTable& t, const KernelTable& ref) {
 
 int main() {
   const KernelTable& ref = *kernels_reference();
-  for (const char* name : {"reference", "portable", "avx2", "avx512_vnni"})
+  for (const char* name : {"reference", "portable", "avx2", "avx512_vnni", "avx512_bf16"})
     if (const KernelTable* t = kernels_by_name(name)) test_table(*t, ref);
   if (failures) std::fprintf(stderr, "%d checks failed\n", failures);
   return failures ? 1 : 0;

@@ -148,7 +148,7 @@ void test_table(const KernelTable& t, const KernelTable& ref) {
 
 int main() {
   const KernelTable& ref = *kernels_reference();
-  for (const char* name : {"reference", "portable", "avx2", "avx2_vnni", "avx512_vnni"})
+  for (const char* name : {"reference", "portable", "avx2", "avx2_vnni", "avx512_vnni", "avx512_bf16"})
     if (const KernelTable* t = kernels_by_name(name)) test_table(*t, ref);
   if (failures) std::fprintf(stderr, "%d checks failed\n", failures);
   return failures ? 1 : 0;

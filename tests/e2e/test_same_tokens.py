@@ -36,7 +36,7 @@ SUBJECTS = {
     "seeded": SamplingParams(temperature=0.9, top_k=50, top_p=0.95),
     "penalised": SamplingParams(temperature=0.7, repetition_penalty=1.1, frequency_penalty=0.2),
 }
-FAST_ISAS = ("avx512_vnni", "avx2")
+FAST_ISAS = ("avx512_bf16", "avx512_vnni", "avx2")
 ISAS = (*FAST_ISAS, "portable")
 Ids = dict[str, list[int]]
 

@@ -108,7 +108,7 @@ def test_two_chips_give_the_bits_of_one(pairs: dict[tuple[str, WeightFormat], Pa
         device.close()
     assert one[0].tobytes() == two[0].tobytes()
     assert one[1] == two[1]
-    assert len(set(one[1])) > 3
+    assert len(set(one[1])) > 2
 
 
 def test_each_chip_holds_its_own_shard_and_a_share_of_the_cache(pairs: dict[tuple[str, WeightFormat], Pair]) -> None:

@@ -52,7 +52,9 @@ def bf16_bits(x):
 
 
 def bf16_round(x):
-    return (bf16_bits(x).astype(np.uint32) << 16).view(np.float32)
+    """Nearest bf16; what is below 2^-50 is 0."""
+    near = (bf16_bits(x).astype(np.uint32) << 16).view(np.float32)
+    return np.where(np.abs(x) < 2.0**-50, np.float32(0), near)
 
 
 class Lane:
@@ -69,33 +71,35 @@ class Lane:
             self.blocks, self.tables, case.kv, case.heads, case.kv_heads, case.dim, case.window, case.scale, case.softcap
         )
 
-    def planes(self, block):
-        """K [kv, 4, dim, 16] and V [kv, 64, dim] of a block as stored, and the f32 scales [kv, 64] of each (None without)."""
+    def at(self, position):
+        """Views of one position: K [kv, dim/2, 2] and V [kv, dim] as stored, and the f32 scales [kv] of each (None without)."""
         c, (k_size, v_size) = self.case, SIZES[self.case.kv]
-        layer = self.blocks[block, -self.layer_bytes :]
+        layer, j = self.blocks[self.tables[0, position // BLOCK], -self.layer_bytes :], position % BLOCK
         n, scales = c.kv_heads * BLOCK * c.dim, c.kv_heads * BLOCK * 4
         ends = np.cumsum([n * k_size, n * v_size, scales * (k_size == 1), scales * (v_size == 1)])
         k, v, ks, vs, _ = np.split(layer, ends)
-        k, v = k.view(DTYPES[k_size]).reshape(c.kv_heads, 4, c.dim, 16), v.view(DTYPES[v_size]).reshape(c.kv_heads, BLOCK, c.dim)
-        return k, v, *(s.view(np.float32).reshape(c.kv_heads, BLOCK) if s.size else None for s in (ks, vs))
+        k, v = k.view(DTYPES[k_size]), v.view(DTYPES[v_size])
+        if c.kv == "f32":
+            k, v = k.reshape(c.kv_heads, c.dim // 2, 2, BLOCK)[..., j], v.reshape(c.kv_heads, BLOCK, c.dim)[:, j]
+        else:
+            k = k.reshape(c.kv_heads, c.dim // 2, BLOCK, 2)[:, :, j]
+            v = v.reshape(c.kv_heads, BLOCK // 2, c.dim, 2)[:, j // 2, :, j % 2]
+        return k, v, *(s.view(np.float32).reshape(c.kv_heads, BLOCK)[:, j] if s.size else None for s in (ks, vs))
 
     def put(self, position, k, v):
         """K and V [kv, dim] of one position, rounded as the cache rounds."""
-        to_k, to_v, k_scale, v_scale = self.planes(self.tables[0, position // BLOCK])
-        j = position % BLOCK
-        to_k[:, j // 16, :, j % 16], scale = stored(k, to_k.dtype)
+        to_k, to_v, k_scale, v_scale = self.at(position)
+        values, scale = stored(k, to_k.dtype)
+        to_k[:] = values.reshape(to_k.shape)
         if k_scale is not None:
-            k_scale[:, j] = scale
-        to_v[:, j], scale = stored(v, to_v.dtype)
+            k_scale[:] = scale
+        to_v[:], scale = stored(v, to_v.dtype)
         if v_scale is not None:
-            v_scale[:, j] = scale
+            v_scale[:] = scale
 
     def get(self, position):
-        k, v, k_scale, v_scale = self.planes(self.tables[0, position // BLOCK])
-        j = position % BLOCK
-        return tuple(
-            floats(x, None if scale is None else scale[:, j]) for x, scale in ((k[:, j // 16, :, j % 16], k_scale), (v[:, j], v_scale))
-        )
+        k, v, k_scale, v_scale = self.at(position)
+        return floats(np.ascontiguousarray(k).reshape(v.shape), k_scale), floats(v, v_scale)
 
 
 def stored(x, dtype):
@@ -113,6 +117,7 @@ def floats(x, scale):
     """What stored values [heads, dim] stand for."""
     if x.dtype == np.uint16:
         return (x.astype(np.uint32) << 16).view(np.float32)
+    x = x.copy()
     return x if scale is None else x.astype(np.float32) * scale[:, None]
 
 
@@ -135,19 +140,28 @@ def run(isa, case, lane, qkv):
     return kernels.attention(isa, lane.cache, qkv, 0, positions_of(case))
 
 
-def attention_f64(case, lane, qkv):
-    """Softmax attention of every row over the keys it sees, in float64."""
+def attention_f64(case, lane, qkv, *, rounded=True):
+    """Softmax attention of every row over the keys it sees, in float64. `rounded`: with the factors beside K and V as bf16, as they are."""
     kv = [lane.get(p) for p in range(case.end)]
     k, v = (np.stack([pair[i] for pair in kv]).astype(np.float64) for i in (0, 1))
+    rounding = bf16_round if rounded and case.kv != "f32" else (lambda x: x)
+    v_scales = np.stack([lane.at(p)[3] for p in range(case.end)]) if SIZES[case.kv][1] == 1 else None
     out = np.zeros((case.rows, case.heads, case.dim))
     for row, position in enumerate(positions_of(case)):
         first = max(0, position - case.window + 1) if case.window else 0
-        q = qkv[row, : case.heads * case.dim].reshape(case.heads, case.dim).astype(np.float64)
+        q = qkv[row, : case.heads * case.dim].reshape(case.heads, case.dim) * np.float32(case.scale)
+        q = rounding(q).astype(np.float64)
         for head in range(case.heads):
             group = head // (case.heads // case.kv_heads)
-            s = k[first : position + 1, group] @ q[head] * case.scale
+            s = k[first : position + 1, group] @ q[head]
             if case.softcap:
                 s = case.softcap * np.tanh(s / case.softcap)
             p = np.exp(s - s.max())
-            out[row, head] = p / p.sum() @ v[first : position + 1, group]
+            weights = p.copy()
+            for split in range(first // 256, position // 256 + 1):  # p is rounded beside the highest score of its split
+                part = slice(max(256 * split, first) - first, 256 * (split + 1) - first)
+                top = np.exp(s[part].max() - s.max())
+                by = 1.0 if v_scales is None else v_scales[first : position + 1, group][part]
+                weights[part] = rounding((p[part] / top * by).astype(np.float32)) * top / by
+            out[row, head] = weights / p.sum() @ v[first : position + 1, group]
     return out.reshape(case.rows, -1)

@@ -71,7 +71,7 @@ def isas() -> list[str]:
     from calstack.errors import UsageError
 
     found = []
-    for isa in ("reference", "portable", "avx2", "avx2_vnni", "avx512_vnni"):
+    for isa in ("reference", "portable", "avx2", "avx2_vnni", "avx512_vnni", "avx512_bf16"):
         try:
             open_device("cpu", OpenOptions(isa=isa)).close()
         except UsageError:

@@ -57,8 +57,9 @@ struct KVView {
   size_t layer_offset;         // of this call's layer inside a block: K then V
   int kv_heads, head_dim;
   const int32_t* const* tables;  // per lane: block ids
-  // inside a layer of a block: K = [kv_head][64/16][head_dim][16 keys], then V = [kv_head][64 keys][head_dim], then for int8 planes
-  // their f32 scales [kv_head][64], K's before V's (src/kv_layout.h)
+  // Inside a layer of a block (layout kv64.v1): K of every KV head, V of every KV head, then for int8 planes their f32 scales
+  // [kv_head][64], K's before V's (src/kv_layout.h). f32: K = [head_dim][64 keys], V = [64 keys][head_dim]. bf16 and int8: K in pairs of
+  // dimensions, [head_dim/2][64 keys][2], V in pairs of keys, [64/2][head_dim][2].
 };
 
 struct AttnShape {
@@ -112,13 +113,13 @@ struct KernelTable {
   // Attention of rows [r0, r1) of ONE lane (consecutive positions) for kv head h (all its query heads). scratch: see attention_scratch_bytes.
   void (*attention)(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, const int32_t* positions, int kv_head,
                     int r0, int r1, float* out, size_t os, void* scratch);
-  // One split of decode attention of one row, for the query heads of kv_head: ml [group][2] (M, L; M = -inf: nothing seen) and
-  // o [group][head_dim].
-  void (*attention_split)(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, int position, int kv_head, int row,
+  // One split of decode attention of one row, for kv heads [h0, h1): theirs of M [heads], L [heads] (M = -inf: nothing seen) in ml and of
+  // o [heads][head_dim].
+  void (*attention_split)(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, int position, int h0, int h1, int row,
                           int split, float* ml, float* o, void* scratch);
-  // Merge partials ml [splits][group][2], o [splits][group][head_dim] of consecutive splits in ascending order into the row `out`
-  // (heads kv_head * group ... of [heads][head_dim]). Splits before the window may be left out.
-  void (*attention_merge)(const AttnShape& s, const float* ml, const float* o, int splits, int kv_head, float* out);
+  // Merge partials ml [splits][2][heads], o [splits][heads][head_dim] of consecutive splits in ascending order into heads [h0, h1) of the
+  // row `out`. Splits before the window may be left out.
+  void (*attention_merge)(const AttnShape& s, const float* ml, const float* o, int splits, int h0, int h1, float* out);
   // One row of router logits: the top_k experts and their weights, in order of choice.
   void (*moe_route)(const float* z, int experts, int top_k, bool renormalise, float* weights, int32_t* chosen);
   // out += sum over j < top_k of weights[j] * parts[j], n values.
@@ -134,7 +135,8 @@ const KernelTable* kernels_portable();     // always there
 const KernelTable* kernels_avx2();         // null when the CPU lacks AVX2+FMA+F16C
 const KernelTable* kernels_avx2_vnni();    // avx2 with AVX-VNNI products in linear_q
 const KernelTable* kernels_avx512_vnni();  // null when the CPU lacks AVX-512 F/BW/VL/DQ/VNNI
-// "reference", "portable", "avx2", "avx2_vnni", "avx512_vnni", "" = best; null when unknown or unusable here.
+const KernelTable* kernels_avx512_bf16();  // avx512_vnni with bf16 products in attention
+// "reference", "portable", "avx2", "avx2_vnni", "avx512_vnni", "avx512_bf16", "" = best; null when unknown or unusable here.
 const KernelTable* kernels_by_name(const char* name);
 
 }  // namespace calstack

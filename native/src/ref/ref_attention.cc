@@ -32,13 +32,18 @@ struct Cache {
   KVPlaces places() const { return KVPlaces(kv.type, kv.kv_heads, kv.head_dim); }
   // Stored values, without the scale.
   float k(size_t position, size_t d) const {
-    const size_t dim = static_cast<size_t>(kv.head_dim), j = position % kBlockPositions;
-    return read(layer(position) + places().k(head), (j / 16 * dim + d) * 16 + j % 16, k_bytes(kv.type));
+    const size_t j = position % kBlockPositions, element = pairs() ? (d / 2 * kBlockPositions + j) * 2 + d % 2 : d * kBlockPositions + j;
+    return read(layer(position) + places().k(head), element, k_bytes(kv.type));
   }
   float v(size_t position, size_t d) const {
     const size_t dim = static_cast<size_t>(kv.head_dim), j = position % kBlockPositions;
-    return read(layer(position) + places().v(head), j * dim + d, v_bytes(kv.type));
+    return read(layer(position) + places().v(head), pairs() ? (j / 2 * dim + d) * 2 + j % 2 : j * dim + d, v_bytes(kv.type));
   }
+  bool pairs() const { return kv.type != KVType::f32; }
+  // What a left factor becomes.
+  float left(float x) const { return pairs() ? round_bf16(x) : x; }
+  // The k-th index of a chain: pairs have their odd one first.
+  int in_order(int k) const { return pairs() ? k ^ 1 : k; }
   float k_scale(size_t position) const { return read(layer(position) + places().k_scale(head), position % kBlockPositions, 4); }
   float v_scale(size_t position) const { return read(layer(position) + places().v_scale(head), position % kBlockPositions, 4); }
 };
@@ -50,7 +55,10 @@ struct Partial {
 
 float score(const float* q, const AttnShape& s, const Cache& cache, int position) {
   float acc = 0.0f;
-  for (int d = 0; d < s.head_dim; ++d) acc = std::fma(q[d] * s.scale, cache.k(static_cast<size_t>(position), static_cast<size_t>(d)), acc);
+  for (int i = 0; i < s.head_dim; ++i) {
+    const int d = cache.in_order(i);
+    acc = std::fma(cache.left(q[d] * s.scale), cache.k(static_cast<size_t>(position), static_cast<size_t>(d)), acc);
+  }
   if (k_scaled(cache.kv.type)) acc = acc * cache.k_scale(static_cast<size_t>(position));
   return s.softcap != 0.0f ? soft_cap(acc, s.softcap) : acc;
 }
@@ -70,10 +78,14 @@ Partial split_partial(const float* q, const AttnShape& s, const Cache& cache, in
     float& v = p[key % kSplitKeys];
     v = exp_f32(v - part.m);
     lanes[key % 16] += v;
-    const float p_v = v_scaled(cache.kv.type) ? v * cache.v_scale(static_cast<size_t>(key)) : v;
+    v = cache.left(v_scaled(cache.kv.type) ? v * cache.v_scale(static_cast<size_t>(key)) : v);
+  }
+  for (int i = split * kSplitKeys; i < (split + 1) * kSplitKeys; ++i) {
+    const int key = cache.in_order(i);
+    if (key < begin || key >= end) continue;
     for (int d = 0; d < s.head_dim; ++d) {
       float& o = part.o[static_cast<size_t>(d)];
-      o = std::fma(p_v, cache.v(static_cast<size_t>(key), static_cast<size_t>(d)), o);
+      o = std::fma(p[key % kSplitKeys], cache.v(static_cast<size_t>(key), static_cast<size_t>(d)), o);
     }
   }
   part.l = lane_tree(lanes);
@@ -114,29 +126,27 @@ void attention(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv
     }
 }
 
-void attention_split(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, int position, int kv_head, int row, int split,
+void attention_split(const float* qkv, size_t xs, const AttnShape& s, const KVView& kv, int lane, int position, int h0, int h1, int row, int split,
                      float* ml, float* o, void*) {
-  const Cache cache{kv, kv.tables[lane], static_cast<size_t>(kv_head)};
   const int group = s.heads / s.kv_heads;
-  for (int g = 0; g < group; ++g) {
-    const float* q = qkv + static_cast<size_t>(row) * xs + static_cast<size_t>(kv_head * group + g) * s.head_dim;
-    const Partial part = split_partial(q, s, cache, position, split);
-    ml[2 * g] = part.m;
-    ml[2 * g + 1] = part.l;
-    std::copy(part.o.begin(), part.o.end(), o + static_cast<size_t>(g) * s.head_dim);
+  for (int h = h0 * group; h < h1 * group; ++h) {
+    const Cache cache{kv, kv.tables[lane], static_cast<size_t>(h / group)};
+    const Partial part = split_partial(qkv + static_cast<size_t>(row) * xs + static_cast<size_t>(h) * s.head_dim, s, cache, position, split);
+    ml[h] = part.m;
+    ml[s.heads + h] = part.l;
+    std::copy(part.o.begin(), part.o.end(), o + static_cast<size_t>(h) * s.head_dim);
   }
 }
 
-void attention_merge(const AttnShape& s, const float* ml, const float* o, int splits, int kv_head, float* out) {
-  const int group = s.heads / s.kv_heads;
-  for (int g = 0; g < group; ++g) {
+void attention_merge(const AttnShape& s, const float* ml, const float* o, int splits, int h0, int h1, float* out) {
+  for (int h = h0; h < h1; ++h) {
     Partial sum;
     sum.o.assign(static_cast<size_t>(s.head_dim), 0.0f);
     for (int split = 0; split < splits; ++split) {
-      const size_t at = static_cast<size_t>(split) * group + static_cast<size_t>(g);
-      merge(sum, ml[2 * at], ml[2 * at + 1], o + at * static_cast<size_t>(s.head_dim));
+      const float* m = ml + static_cast<size_t>(split) * 2 * s.heads + h;
+      merge(sum, m[0], m[s.heads], o + (static_cast<size_t>(split) * s.heads + h) * s.head_dim);
     }
-    finish(sum, out + static_cast<size_t>(kv_head * group + g) * s.head_dim);
+    finish(sum, out + static_cast<size_t>(h) * s.head_dim);
   }
 }
 

@@ -90,5 +90,8 @@ inline T lane_tree(T (&a)[16]) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// As K, V and the factors beside them: too small for exact products of pairs is +0.
+[[maybe_unused]] inline float round_bf16(float f) { return std::fabs(f) < 0x1p-50f ? 0.0f : bf16_to_float(float_to_bf16(f)); }
+
 }  // namespace
 }  // namespace calstack::reference

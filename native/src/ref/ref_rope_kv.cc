@@ -1,4 +1,6 @@
 // Scalar reference of rope_table and qk_norm_rope_kv.
+#include <vector>
+
 #include "../kernel_parts.h"
 #include "../kv_layout.h"
 #include "ref_math.h"
@@ -67,11 +69,16 @@ Scale scale_of(const float* x, size_t n) {
   return {127.0f / amax, amax / 127.0f};
 }
 
+float clamped(float x) {
+  const float most = 0x1.fep+127f, up = x > -most ? x : -most;
+  return up < most ? up : most;
+}
+
 void store(uint8_t* plane, size_t element, float value, size_t bytes, float inv) {
   if (bytes == 4) {
     std::memcpy(plane + element * 4, &value, 4);
   } else if (bytes == 2) {
-    const uint16_t h = float_to_bf16(value);
+    const uint16_t h = float_to_bf16(round_bf16(value));
     std::memcpy(plane + element * 2, &h, 2);
   } else {
     reinterpret_cast<int8_t*>(plane)[element] = static_cast<int8_t>(std::rint(value * inv));
@@ -82,10 +89,14 @@ void write_kv(const KVView& kv, int lane, int position, int head, const float* k
   uint8_t* layer = kv.base + static_cast<size_t>(kv.tables[lane][position / kBlockPositions]) * kv.block_bytes + kv.layer_offset;
   const size_t dim = static_cast<size_t>(kv.head_dim), h = static_cast<size_t>(head), j = static_cast<size_t>(position % kBlockPositions);
   const KVPlaces at(kv.type, kv.kv_heads, kv.head_dim);
-  const Scale ks = scale_of(k, dim), vs = scale_of(v, dim);
+  const bool pairs = kv.type != KVType::f32;
+  std::vector<float> kc(k, k + dim), vc(v, v + dim);
+  for (float& x : kc) x = clamped(x);
+  for (float& x : vc) x = clamped(x);
+  const Scale ks = scale_of(kc.data(), dim), vs = scale_of(vc.data(), dim);
   for (size_t d = 0; d < dim; ++d) {
-    store(layer + at.k(h), (j / 16 * dim + d) * 16 + j % 16, k[d], k_bytes(kv.type), ks.inv);
-    store(layer + at.v(h), j * dim + d, v[d], v_bytes(kv.type), vs.inv);
+    store(layer + at.k(h), pairs ? (d / 2 * kBlockPositions + j) * 2 + d % 2 : d * kBlockPositions + j, kc[d], k_bytes(kv.type), ks.inv);
+    store(layer + at.v(h), pairs ? (j / 2 * dim + d) * 2 + j % 2 : j * dim + d, vc[d], v_bytes(kv.type), vs.inv);
   }
   if (k_scaled(kv.type)) store(layer + at.k_scale(h), j, ks.value, 4, 0.0f);
   if (v_scaled(kv.type)) store(layer + at.v_scale(h), j, vs.value, 4, 0.0f);

@@ -34,12 +34,6 @@ struct I32x16 {
   }
 };
 
-CALSTACK_INLINE __m256i bf16_bits(__m256 x) {
-  const __m256i raw = _mm256_castps_si256(x);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(raw, 16), _mm256_set1_epi32(1));
-  return _mm256_srli_epi32(_mm256_add_epi32(raw, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
-}
-
 struct F32x16 {
   __m256 lo, hi;
   static CALSTACK_INLINE F32x16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -50,10 +44,6 @@ struct F32x16 {
   }
   static CALSTACK_INLINE F32x16 load_f16(const void* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
-  }
-  static CALSTACK_INLINE F32x16 load_i8(const void* p) {
-    const __m128i codes = _mm_loadu_si128((const __m128i*)p);
-    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8)))};
   }
   static CALSTACK_INLINE F32x16 load_bf16(const void* p) {
     const __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -67,11 +57,6 @@ struct F32x16 {
   CALSTACK_INLINE void store_first(float* p, int n) const {
     _mm256_maskstore_ps(p, lanes_below(n, 0), lo);
     _mm256_maskstore_ps(p + 8, lanes_below(n, 8), hi);
-  }
-  // Rounded to nearest-even; the values are not NaN.
-  CALSTACK_INLINE void store_bf16(void* p) const {
-    const __m256i packed = _mm256_packus_epi32(bf16_bits(lo), bf16_bits(hi));
-    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
   }
 };
 
@@ -164,6 +149,17 @@ CALSTACK_INLINE void store_i8(I32x16 a, int8_t* p) {
   alignas(32) int32_t lanes[16];
   a.store(lanes);
   for (int i = 0; i < 16; ++i) p[i] = (int8_t)lanes[i];
+}
+
+// Lanes 2 i and 2 i + 1 change places.
+CALSTACK_INLINE F32x16 swap_neighbours(F32x16 a) { return {_mm256_permute_ps(a.lo, 0xb1), _mm256_permute_ps(a.hi, 0xb1)}; }
+// The low (0) or high (1) signed byte of sixteen pairs, as f32.
+template <int byte> CALSTACK_INLINE F32x16 code_of_pair(const void* p) {
+  const auto half = [](__m128i pairs) {
+    const __m256i wide = _mm256_cvtepi16_epi32(byte == 1 ? pairs : _mm_slli_epi16(pairs, 8));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(wide, 8));
+  };
+  return {half(_mm_loadu_si128((const __m128i*)p)), half(_mm_loadu_si128((const __m128i*)p + 1))};
 }
 
 // Low and high nibbles of every byte.

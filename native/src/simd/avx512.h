@@ -27,19 +27,11 @@ struct F32x16 {
   static CALSTACK_INLINE F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static CALSTACK_INLINE F32x16 load_first(const float* p, int n) { return {_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p)}; }
   static CALSTACK_INLINE F32x16 load_f16(const void* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
-  static CALSTACK_INLINE F32x16 load_i8(const void* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
   static CALSTACK_INLINE F32x16 load_bf16(const void* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
   }
   CALSTACK_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
   CALSTACK_INLINE void store_first(float* p, int n) const { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), v); }
-  // Rounded to nearest-even; the values are not NaN.
-  CALSTACK_INLINE void store_bf16(void* p) const {
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
-  }
 };
 
 CALSTACK_INLINE F32x16 operator+(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -110,6 +102,15 @@ CALSTACK_INLINE I32x16 as_i32(F32x16 a) { return {_mm512_castps_si512(a.v)}; }
 CALSTACK_INLINE F32x16 as_f32(I32x16 a) { return {_mm512_castsi512_ps(a.v)}; }
 // The low byte of each lane.
 CALSTACK_INLINE void store_i8(I32x16 a, int8_t* p) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
+
+// Lanes 2 i and 2 i + 1 change places.
+CALSTACK_INLINE F32x16 swap_neighbours(F32x16 a) { return {_mm512_permute_ps(a.v, 0xb1)}; }
+// The low (0) or high (1) signed byte of sixteen pairs, as f32.
+template <int byte> CALSTACK_INLINE F32x16 code_of_pair(const void* p) {
+  const __m256i pairs = _mm256_loadu_si256((const __m256i*)p);
+  const __m512i wide = _mm512_cvtepi16_epi32(byte == 1 ? pairs : _mm256_slli_epi16(pairs, 8));
+  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8))};
+}
 
 // Low and high nibbles of every byte.
 CALSTACK_INLINE I32x16 low_nibbles(I32x16 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }

@@ -53,23 +53,10 @@ struct F32x16 {
     return r;
   }
   static CALSTACK_INLINE F32x16 load_f16(const void* p) { return load_halves<f16_to_f32>(p); }
-  static CALSTACK_INLINE F32x16 load_i8(const void* p) {
-    int8_t in[16];
-    std::memcpy(in, p, 16);
-    F32x16 r;
-    for (int i = 0; i < 16; ++i) r.v[i] = (float)in[i];
-    return r;
-  }
   static CALSTACK_INLINE F32x16 load_bf16(const void* p) { return load_halves<bf16_to_f32>(p); }
   CALSTACK_INLINE void store(float* p) const { std::memcpy(p, v, 64); }
   CALSTACK_INLINE void store_first(float* p, int n) const {
     for (int i = 0; i < n; ++i) p[i] = v[i];
-  }
-  // Rounded to nearest-even; the values are not NaN.
-  CALSTACK_INLINE void store_bf16(void* p) const {
-    uint16_t out[16];
-    for (int i = 0; i < 16; ++i) out[i] = f32_to_bf16(v[i]);
-    std::memcpy(p, out, 32);
   }
 
  private:
@@ -170,6 +157,15 @@ CALSTACK_INLINE F32x16 as_f32(I32x16 a) {
 // The low byte of each lane.
 CALSTACK_INLINE void store_i8(I32x16 a, int8_t* p) {
   for (int i = 0; i < 16; ++i) p[i] = (int8_t)a.v[i];
+}
+
+// Lanes 2 i and 2 i + 1 change places.
+CALSTACK_INLINE F32x16 swap_neighbours(F32x16 a) { return lanes<F32x16>([&](int i) { return a.v[i ^ 1]; }); }
+// The low (0) or high (1) signed byte of sixteen pairs, as f32.
+template <int byte> CALSTACK_INLINE F32x16 code_of_pair(const void* p) {
+  int8_t in[32];
+  std::memcpy(in, p, 32);
+  return lanes<F32x16>([&](int i) { return (float)in[2 * i + byte]; });
 }
 
 // Low and high nibbles of every byte.

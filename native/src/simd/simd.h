@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifndef CALSTACK_ISA
 #error "compile with CALSTACK_ISA=portable|avx2|avx2_vnni|avx512"

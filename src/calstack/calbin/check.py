@@ -105,6 +105,8 @@ def _kv_faults(m: Manifest) -> Iterator[tuple[str, str]]:
     for field in ("heads", "head_dim", "block_positions"):
         yield from out_of_range(f"$.kv.{field}", getattr(kv, field), 1 << 16)
     yield from out_of_range("$.kv.layers", kv.layers, MOST["layers"], least=0)
+    if kv.head_dim % 2:
+        yield "$.kv.head_dim", f"is {kv.head_dim}, must be even"
     want = kv.layers * kv.heads * kv.block_positions * kv.dtype.position_bytes(kv.head_dim)
     if kv.bytes_per_block != want:
         yield "$.kv.bytes_per_block", f"is {kv.bytes_per_block}, the fields beside it give {want}"
