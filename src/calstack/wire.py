@@ -74,7 +74,9 @@ class Submit(_Msg, frozen=True, kw_only=True):
     cache_salt: str = ""
     cache_prompt: bool = True
     grammar: str = ""  # what the output must match, as the text that grammar_source makes; "" = no constraint
-    overflow: Literal["reject", "truncate", "shift"] = "reject"
+    overflow: Literal["reject", "truncate", "shift"] = "reject"  # what happens when prompt and output outgrow the context
+    keep: int = 0  # ids at the beginning that `shift` never drops
+    cut: int = 0  # ids that the server dropped from the prompt to make it fit (`truncate`, `shift`)
     alone: bool = False  # run without batch mates (after two crashes)
     key: str = ""  # owner of the request, for fair shares; "" = everybody without one
 
@@ -166,6 +168,8 @@ class Usage(_Value, frozen=True, kw_only=True):
     queue_ms: float
     prefill_ms: float
     decode_ms: float
+    cut: int = 0  # prompt ids dropped before the start
+    shifts: int = 0  # times the context was full and half of it dropped
 
 
 class Finish(_Value, frozen=True, kw_only=True):

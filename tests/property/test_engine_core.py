@@ -56,10 +56,22 @@ class EngineMachine(RuleBasedStateMachine):
         prefix=st.sampled_from(PREFIXES),
         length=st.integers(1, 20),
         salt=st.integers(0, 2),
-        tokens=st.integers(1, 40),
+        tokens=st.integers(1, 40) | st.integers(100, 200),
         sampling=st.sampled_from(SAMPLINGS),
         extra=st.sampled_from(
-            [{}, {}, {"priority": 1}, {"key": "b"}, {"alone": True}, {"cache_prompt": False}, {"grammar": "8,0"}, {"grammar": "30,0"}]
+            [
+                {},
+                {},
+                {"priority": 1},
+                {"key": "b"},
+                {"alone": True},
+                {"cache_prompt": False},
+                {"grammar": "8,0"},
+                {"grammar": "30,0"},
+                {"overflow": "shift"},
+                {"overflow": "shift", "keep": 5},
+                {"overflow": "shift", "keep": 3, "grammar": "90,0"},
+            ]
         ),
         stop=st.none() | st.integers(0, 8),
     )

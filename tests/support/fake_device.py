@@ -70,15 +70,23 @@ def masked(token: int, mask: npt.NDArray[np.int32] | None, vocab: int) -> int:
 
 
 def alone(
-    prompt: Sequence[int], sampling: SamplingParams, seed: int, choice: int, count: int, vocab: int, grammar: Constraint | None = None
-) -> list[int]:
-    """The ids a request must get whatever happens around it."""
+    prompt: Sequence[int], sampling: SamplingParams, seed: int, choice: int, count: int, vocab: int, grammar: Constraint | None = None,
+    shift: tuple[int, int] | None = None,
+) -> list[int]:  # fmt: skip
+    """The ids a request must get whatever happens around it; `shift`: (context, ids kept) of one that outgrows the context."""
     out: list[int] = []
+    window = [(id_, False) for id_ in prompt]  # (id, whether it is output)
     for index in range(count):
-        cells = list(enumerate([*prompt, *out]))
-        history = (tuple(prompt), tuple(out)) if sampling.needs_history else ((), ())
-        token = sample(cells, sampling, DrawKey(seed=seed, choice=choice, index=index), history, vocab)
+        cells = [(place, id_) for place, (id_, _) in enumerate(window)]
+        ids, outs = tuple(i for i, new in window if not new), tuple(i for i, new in window if new)
+        token = sample(
+            cells, sampling, DrawKey(seed=seed, choice=choice, index=index), (ids, outs) if sampling.needs_history else ((), ()), vocab
+        )
         out.append(masked(token, grammar.mask() if grammar else None, vocab))
+        window.append((out[-1], True))
+        if shift is not None and len(window) == shift[0]:
+            context, keep = shift
+            del window[keep : keep + (context - keep) // 2]
         if grammar is not None:
             assert grammar.consume(out[-1])
             if grammar.finished:
@@ -225,7 +233,8 @@ class FakeDevice:
             self._check_lane(lane)
 
     def _check_lane(self, lane: LaneInput) -> None:
-        assert len(lane.blocks) >= self.facts.blocks_for(lane.past_len + lane.cur_len)
+        assert self.facts.blocks_for(lane.past_len + lane.cur_len) <= len(lane.blocks) <= self.facts.blocks_for(self.facts.context)
+        assert len(lane.prompt_history) + len(lane.output_history) <= self.facts.context
         assert len(set(lane.blocks)) == len(lane.blocks)
         assert all(0 <= b < self._blocks for b in lane.blocks)
         if isinstance(lane.tokens, TokenFrom):

@@ -79,7 +79,14 @@ class FakeEngine:
                 return
             match message:
                 case wire.Submit():
-                    self.note("submit", request=message.request, output=len(message.output), alone=message.alone)
+                    self.note(
+                        "submit",
+                        request=message.request,
+                        output=len(message.output),
+                        alone=message.alone,
+                        prompt=message.prompt,
+                        keep=message.keep,
+                    )
                     self.tasks[message.request] = asyncio.create_task(self.serve(message))
                 case wire.Cancel():
                     self.cancel(message.request)
@@ -167,14 +174,14 @@ class FakeEngine:
             if id_ in submit.stop_ids and count < submit.min_tokens:
                 id_ = script[count % len(script)]
             if id_ in submit.stop_ids or id_ < 0:
-                return wire.Finish(reason="stop", stop_id=id_, usage=usage(len(submit.prompt), count + 1, 0))
+                return wire.Finish(reason="stop", stop_id=id_, usage=usage(len(submit.prompt), count + 1, 0, cut=submit.cut))
             self.out(submit.request, (id_,), logprobs=(self.score(id_, submit.top_logprobs),) if submit.top_logprobs >= 0 else ())
             count += 1
             if count == 2 and "<|error|>" in has:
                 return failed()
             if count >= 2 and "<|crash|>" in has:
                 await self.crash()
-        return wire.Finish(reason="length", usage=usage(len(submit.prompt), count, 0))
+        return wire.Finish(reason="length", usage=usage(len(submit.prompt), count, 0, cut=submit.cut))
 
     def score(self, id_: int, top: int) -> wire.TokenLogprob:
         tops = range(top)
@@ -234,8 +241,10 @@ class FakeEngine:
         return script[count] if count < len(script) else self.rules.specials["<|im_end|>"]
 
 
-def usage(prompt: int, output: int, cached: int) -> wire.Usage:
-    return wire.Usage(prompt_tokens=prompt, output_tokens=output, cached_tokens=cached, queue_ms=0.5, prefill_ms=2.0, decode_ms=4.0)
+def usage(prompt: int, output: int, cached: int, cut: int = 0) -> wire.Usage:
+    return wire.Usage(
+        prompt_tokens=prompt, output_tokens=output, cached_tokens=cached, queue_ms=0.5, prefill_ms=2.0, decode_ms=4.0, cut=cut
+    )
 
 
 def failed() -> wire.Finish:

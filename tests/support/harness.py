@@ -83,6 +83,7 @@ class Harness:
     def alone(self, name: str) -> list[int]:
         """What the request gets when it runs to its limit with nobody else."""
         s = self.submits[name]
-        limit = min(s.max_tokens, self.core.context - len(s.prompt))
+        shift = (self.core.context, min(s.keep, len(s.prompt))) if s.overflow == "shift" else None
+        limit = s.max_tokens if shift else min(s.max_tokens, self.core.context - len(s.prompt))
         grammar = Ladder(self.facts.vocab, s.grammar) if s.grammar else None
-        return alone(s.prompt, s.sampling, s.seed, s.choice, limit, self.facts.vocab, grammar)
+        return alone(s.prompt, s.sampling, s.seed, s.choice, limit, self.facts.vocab, grammar, shift)

@@ -9,6 +9,7 @@ from calstack.engine.options import EngineOptions
 from calstack.engine.sequence import Sequence
 from calstack.errors import ContextSizeError, NotInCalbin, RequestError
 from calstack.runtime.facts import CalbinFacts
+from calstack.window import Window
 from calstack.wire import Submit
 
 __all__ = ["Queue", "check_submit", "output_limit"]
@@ -25,13 +26,15 @@ def check_submit(submit: Submit, facts: CalbinFacts, *, context: int, options: E
         raise RequestError("max_tokens must be positive", param="max_tokens")
     if len(submit.prompt) >= context:
         raise ContextSizeError(len(submit.prompt), context)
+    if submit.overflow == "shift":
+        Window.of(context, submit.keep, len(submit.prompt))
 
 
 def _check_features(submit: Submit, options: EngineOptions) -> None:
     if submit.adapter != 0:
         raise NotInCalbin("this calbin has no adapter slots")
-    if submit.overflow != "reject":
-        raise NotInCalbin(f"overflow policy {submit.overflow!r} is not available", remedy="use 'reject'")
+    if submit.overflow == "shift" and submit.prompt_logprobs >= 0:
+        raise RequestError("a prompt cannot be scored where its beginning may be dropped", param="overflow")
     if submit.grammar and not options.grammars:
         raise NotInCalbin("this engine was started without grammars")
     if submit.min_tokens and submit.grammar:
@@ -51,7 +54,9 @@ def _check_ids(submit: Submit, vocab: int) -> None:
 
 
 def output_limit(submit: Submit, context: int) -> int:
-    """Most output ids of a request: what it asks for, cut where prompt and output fill the context."""
+    """Most output ids of a request: what it asks for, cut where prompt and output fill the context, unless that shifts."""
+    if submit.overflow == "shift":
+        return submit.max_tokens
     return min(submit.max_tokens, context - len(submit.prompt))
 
 

@@ -26,6 +26,7 @@ from calstack.engine.steps import Steps
 from calstack.errors import CalstackError, DeadlineError, DeviceError, OverloadedError, UnavailableError
 from calstack.runtime.facts import CalbinFacts
 from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, RuntimeEvent
+from calstack.window import Window
 from calstack.wire import Cancel, Drain, Encode, Finish, LaunchTimes, Submit, TokenLogprob
 
 __all__ = ["Core", "CoreEvent"]
@@ -144,7 +145,9 @@ class Core:
             self._work_ns = now_ns
         stops = frozenset(submit.stop_ids) | (frozenset() if submit.ignore_eos else frozenset(self.facts.eos_ids))
         self._orders += 1
-        seq = Sequence(submit, order=self._orders, now_ns=now_ns, limit=output_limit(submit, self.context), stops=stops)
+        limit = output_limit(submit, self.context)
+        window = Window.of(self.context, submit.keep, len(submit.prompt)) if submit.overflow == "shift" else None
+        seq = Sequence(submit, order=self._orders, now_ns=now_ns, limit=limit, stops=stops, window=window)
         self._live[submit.request] = seq
         self.counters["accepted"] += 1
         self.queue.push(seq)
@@ -277,6 +280,9 @@ class Core:
             self._end(seq, "stop", now_ns)
         elif len(seq.output) >= seq.limit:
             self._end(seq, "length", now_ns)
+        elif seq.full:
+            self.counters["shifts"] += 1
+            self.lanes.requeue(seq)  # it starts over from the ids that stay: exact, where moving K and V would not be
         elif seq.unmasked:
             self._masks.append(LateMask(*seq.unmasked.popleft(), seq.mask))
 

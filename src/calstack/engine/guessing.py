@@ -59,7 +59,7 @@ def _launch(plan_id: int, submodel: SubmodelFacts, granted: Ids[Sequence], guess
         taken, kept = seq.take_guesses(plan_id, index, some)
         lanes.append(taken)
         refs.append(LaneRef(seq, seq.epoch, 1 + len(kept), seq.planned, emit=True, guesses=kept))
-        known.append((seq.submit.prompt, seq.output))
+        known.append(seq.shown)
     return Flight("extend", submodel.key, tuple(refs)), LaunchPlan(plan_id, submodel.key, tuple(lanes), tuple(known))
 
 

@@ -62,6 +62,7 @@ class Lanes:
     def spare(self, seq: Sequence, most: int) -> int:
         """Positions behind the next one that a request may take: those of its blocks, and of a free block that nobody waits for."""
         size = self.pool.positions
+        most = min(most, seq.to_come - 1)  # a lane has no blocks beyond the context
         if seq.planned + 1 + most > len(seq.blocks) * size and self.queue.head is None and (block := self.pool.take(1)) is not None:
             seq.blocks.extend(block)
         return max(0, min(most, len(seq.blocks) * size - seq.planned - 1))
@@ -69,7 +70,7 @@ class Lanes:
     def publish(self, seq: Sequence) -> None:
         """Name blocks that are full of computed, known ids."""
         size = self.pool.positions
-        while self.pool.cache_limit and seq.submit.cache_prompt and (seq.hashed + 1) * size <= seq.done:
+        while self.pool.cache_limit and seq.cacheable and (seq.hashed + 1) * size <= seq.done:
             start = seq.hashed * size
             seq.key = self.pool.publish(seq.key, seq.ids(start, start + size), seq.blocks[seq.hashed])
             seq.hashed += 1
@@ -107,7 +108,7 @@ class Lanes:
         return True
 
     def _match(self, seq: Sequence) -> tuple[list[int], bytes]:
-        if not seq.submit.cache_prompt or seq.scored or not self.pool.cache_limit:
+        if not seq.cacheable or seq.scored or not self.pool.cache_limit:
             return [], seq.key
         limit = (seq.length - 1) // self.pool.positions  # the last id must be computed: it gives the next token
         return self.pool.match(seq.key, seq.ids(0, seq.length), limit)

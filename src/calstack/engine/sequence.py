@@ -18,6 +18,7 @@ from calstack.engine.options import EngineOptions
 from calstack.engine.prefix import root_key
 from calstack.errors import CalstackError
 from calstack.specs import DrawKey, LogitBias, SamplingParams
+from calstack.window import Window
 from calstack.wire import Submit, Usage
 
 __all__ = ["Phase", "Sequence"]
@@ -38,16 +39,17 @@ class Sequence:
     """One request. `planned` and `done` count KV positions; every position below `planned` is in some submitted launch."""
 
     __slots__ = (
-        "_early", "acceptance", "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "drafting", "epoch",
-        "first_token_ns", "hashed", "key", "last_plan", "limit", "lookup", "mask", "order", "output", "pending", "phase",
-        "planned", "request", "restarts", "slot", "solo", "started_ns", "stops", "submit", "target", "unmasked",
+        "_base", "_early", "_fresh", "acceptance", "arrival_ns", "blocks", "cached", "constraint", "deadline_ns", "done", "drafting",
+        "epoch", "first_token_ns", "hashed", "key", "last_plan", "limit", "lookup", "mask", "order", "output", "pending", "phase",
+        "planned", "request", "restarts", "slot", "solo", "started_ns", "stops", "submit", "target", "unmasked", "window",
     )  # fmt: skip
 
-    def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int]) -> None:
+    def __init__(self, submit: Submit, *, order: int, now_ns: int, limit: int, stops: frozenset[int], window: Window | None = None) -> None:
         self.submit, self.request, self.order, self.arrival_ns = submit, submit.request, order, now_ns
         self.deadline_ns = now_ns + submit.deadline_ms * 1_000_000 if submit.deadline_ms else 0
         self.limit = limit  # most output ids
         self.stops = stops
+        self.window = window  # what the cache holds of a text longer than the context; None = it may not grow beyond
         self.output: list[int] = list(submit.output)  # known ids
         self.phase = Phase.WAITING
         self.epoch = 0  # raised when blocks are lost: ends of launches of an older epoch are discarded
@@ -60,6 +62,8 @@ class Sequence:
         self.lookup: Lookup | None = None  # made when the first guess is wanted
         self.acceptance = Acceptance()
         self._early = _without(submit.sampling, stops) if submit.min_tokens else submit.sampling
+        self._base: Ids[int] = ()  # of a text with a hole: the ids it started over from, and those since
+        self._fresh: list[int] = []
         self._clear()
 
     def _clear(self) -> None:
@@ -81,9 +85,19 @@ class Sequence:
         return (self.submit.priority, self.order)
 
     @property
-    def length(self) -> int:
+    def known(self) -> int:
         """Known ids, prompt and output."""
         return len(self.submit.prompt) + len(self.output)
+
+    @property
+    def dropped(self) -> int:
+        """Known ids that have no position any more."""
+        return 0 if self.window is None else self.window.dropped(self.known)
+
+    @property
+    def length(self) -> int:
+        """Positions of the known ids."""
+        return self.known - self.dropped
 
     @property
     def prefilling(self) -> bool:
@@ -92,8 +106,19 @@ class Sequence:
 
     @property
     def to_come(self) -> int:
-        """Output ids that are neither known nor in flight."""
-        return self.limit - len(self.output) - len(self.pending)
+        """Output ids that are neither known nor in flight, before the context is full."""
+        left = self.limit - len(self.output) - len(self.pending)
+        return left if self.window is None else min(left, self.window.context - self.length - len(self.pending))
+
+    @property
+    def full(self) -> bool:
+        """Whether the last id filled the context, so that half of it has just been dropped."""
+        return self.window is not None and self.dropped > self.window.dropped(self.known - 1)
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether its blocks may be shared: a text with a hole in it is nobody else's beginning."""
+        return self.submit.cache_prompt and not self.dropped
 
     @property
     def scored(self) -> bool:
@@ -113,8 +138,20 @@ class Sequence:
         """The prompt ids that the rows at positions [start, end) predict; shorter at the prompt's end."""
         return self.submit.prompt[start + 1 : end + 1]
 
+    @property
+    def shown(self) -> tuple[Ids[int], Ids[int]]:
+        """The ids by position, for the recorder: those known at the start, and the list of later ones as it grows."""
+        return (self._base, self._fresh) if self.dropped else (self.submit.prompt, self.output)
+
     def ids(self, start: int, end: int) -> Ids[int]:
         """Known ids at positions [start, end)."""
+        if gone := self.dropped:
+            keep = self.window.keep if self.window is not None else 0
+            return [*self._ids(min(start, keep), min(end, keep)), *self._ids(max(start, keep) + gone, max(end, keep) + gone)]
+        return self._ids(start, end)
+
+    def _ids(self, start: int, end: int) -> Ids[int]:
+        """Known ids from the `start`th to before the `end`th."""
         prompt = self.submit.prompt
         split = len(prompt)
         if end <= split:
@@ -129,6 +166,8 @@ class Sequence:
         self.hashed, self.key = shared, key
         self.phase, self.slot, self.blocks = Phase.RUNNING, slot, blocks
         self.target = self.length
+        if self.dropped:
+            self._base, self._fresh = self.ids(0, self.length), []
         self.planned = self.done = cached
         if not self.started_ns:
             self.started_ns, self.cached = now_ns, min(cached, len(self.submit.prompt))
@@ -214,7 +253,7 @@ class Sequence:
         if not emit:
             return LaneInput(past_len=self.planned, cur_len=count, blocks=blocks, tokens=tokens, logits=logits, adapter=s.adapter)
         index = len(self.output) + len(self.pending)
-        history = s.sampling.needs_history
+        before, after = self._history() if s.sampling.needs_history else ((), ())
         return LaneInput(
             past_len=self.planned,
             cur_len=count,
@@ -223,14 +262,22 @@ class Sequence:
             emit=True,
             sampling=self._early if index < s.min_tokens else s.sampling,
             draw=DrawKey(seed=s.seed, choice=s.choice, index=index),
-            prompt_history=s.prompt if history else (),
-            output_history=tuple(self.output) if history else (),
+            prompt_history=before,
+            output_history=after,
             mask=None if self.pending else self.mask,
             late_mask=self.constraint is not None and bool(self.pending),
             top_logprobs=s.top_logprobs,
             logits=logits,
             adapter=s.adapter,
         )
+
+    def _history(self) -> tuple[Ids[int], Ids[int]]:
+        """The prompt's and the output's ids that have a position: penalties know no others."""
+        prompt = self.submit.prompt
+        if self.window is None or not (gone := self.dropped):
+            return prompt, tuple(self.output)
+        keep, rest = self.window.keep, self.window.keep + gone
+        return (*prompt[:keep], *prompt[rest:]), tuple(self.output[max(0, rest - len(prompt)) :])
 
     def constrain(self, constraint: Constraint, mask: Mask | None) -> None:
         """The request's grammar is ready, behind the known ids."""
@@ -239,6 +286,7 @@ class Sequence:
     def learn(self, token: int) -> None:
         """A new output id is known. Raises CalstackError when the grammar does not allow it or cannot go on."""
         self.output.append(token)
+        self._fresh.append(token)
         if self.constraint is not None:
             follow(self.constraint, (token,))
             self.mask = None if self.constraint.finished else self.constraint.mask()
@@ -254,6 +302,8 @@ class Sequence:
             queue_ms=(started - self.arrival_ns) / 1e6,
             prefill_ms=(first - started) / 1e6,
             decode_ms=(now_ns - first) / 1e6,
+            cut=self.submit.cut,
+            shifts=0 if self.window is None else self.window.shifts(self.known),
         )
 
 

@@ -83,7 +83,7 @@ class Steps:
             seq = candidates[index]
             lanes.append(seq.take(plan_id, lane, count))
             refs.append(LaneRef(seq, seq.epoch, count, seq.planned, lanes[-1].emit))
-        known = tuple((ref.seq.submit.prompt, ref.seq.output) for ref in refs)
+        known = tuple(ref.seq.shown for ref in refs)
         return self._fly(Flight(kind, choice.submodel.key, tuple(refs)), LaunchPlan(plan_id, choice.submodel.key, tuple(lanes), known))
 
     def _fly(self, flight: Flight, plan: LaunchPlan) -> LaunchPlan:

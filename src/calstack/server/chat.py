@@ -16,7 +16,7 @@ from calstack.server.generation import Generation
 from calstack.server.messages import chat_input
 from calstack.server.model import ServedModel
 from calstack.server.params import Generate, check_supported, generate_of, top_logprobs_of
-from calstack.server.render import Collected, Envelope, chat_logprobs, timings_of, usage_of
+from calstack.server.render import Collected, Envelope, chat_logprobs, extras_of, usage_of
 from calstack.server.schemas import ChatRequest
 from calstack.server.status import check_model
 from calstack.server.thinking import Thoughts, thoughts_of
@@ -153,8 +153,8 @@ class ChatRenderer:
 
     def whole(self, choices: Sequence[Collected], generation: Generation) -> dict[str, Any]:
         answer = self._whole.around([self._choice(choice) for choice in choices]) | {"usage": usage_of(generation)}
-        if self._generate.timings and choices[0].end is not None:
-            answer["timings"] = timings_of(choices[0].end)
+        if choices[0].end is not None:
+            answer |= extras_of(choices[0].end, self._generate)
         return answer
 
     def _choice(self, choice: Collected) -> dict[str, Any]:
@@ -206,10 +206,7 @@ class ChatRenderer:
         return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
 
     def _last(self, index: int, end: End, parser: OutputParser) -> dict[str, Any]:
-        piece = self._piece(index, {}, _finish(end, parser))
-        if self._generate.timings:
-            piece["timings"] = timings_of(end)
-        return piece
+        return self._piece(index, {}, _finish(end, parser)) | extras_of(end, self._generate)
 
     def _piece(self, index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
         return self._chunk.around([{"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}])

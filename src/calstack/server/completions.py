@@ -17,7 +17,7 @@ from calstack.server.generation import Generation
 from calstack.server.infill import Infill
 from calstack.server.model import ServedModel
 from calstack.server.params import Generate, check_supported, generate_of, top_logprobs_of
-from calstack.server.render import Collected, Envelope, finite, timings_of, usage_of
+from calstack.server.render import Collected, Envelope, extras_of, finite, usage_of
 from calstack.server.schemas import CompletionRequest
 from calstack.server.status import check_model
 from calstack.text.detokenize import decode_all
@@ -138,8 +138,8 @@ class CompletionRenderer:
 
     def whole(self, choices: Sequence[Collected], generation: Generation) -> dict[str, Any]:
         answer = self._envelope.around([self._choice(choice) for choice in choices]) | {"usage": usage_of(generation)}
-        if self._generate.timings and choices[0].end is not None:
-            answer["timings"] = timings_of(choices[0].end)
+        if choices[0].end is not None:
+            answer |= extras_of(choices[0].end, self._generate)
         return answer
 
     def _choice(self, choice: Collected) -> dict[str, Any]:
@@ -158,9 +158,7 @@ class CompletionRenderer:
             logprobs = self._logprobs(delta.index, delta.tokens, prompt)
             out.append(self._piece(delta.index, text, logprobs, None))
         if delta.end is not None:
-            out.append(self._piece(delta.index, "", None, delta.end.reason))
-            if self._generate.timings:
-                out[-1]["timings"] = timings_of(delta.end)
+            out.append(self._piece(delta.index, "", None, delta.end.reason) | extras_of(delta.end, self._generate))
         return out
 
     def _logprobs(self, index: int, tokens: Sequence[TokenText], prompt: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from calstack.server.accounts import Account
 from calstack.server.admission import Place
 from calstack.server.choice import Choice, Delta, End
 from calstack.server.context import Context
-from calstack.server.params import Generate, output_limit
+from calstack.server.params import Generate, fit_prompt
 from calstack.server.traces import ChoiceTrace
 from calstack.text.thoughts import ThoughtMeter
 from calstack.wire import Submit
@@ -21,12 +21,12 @@ __all__ = ["Generation", "PromptSpec"]
 
 
 class PromptSpec:
-    """One prompt and the places reserved for its choices."""
+    """One prompt as the engine gets it, and the places reserved for its choices. `cut`: ids dropped to make it fit."""
 
-    __slots__ = ("ids", "limit", "places")
+    __slots__ = ("cut", "ids", "keep", "limit", "places")
 
-    def __init__(self, ids: Sequence[int], limit: int, places: list[Place]) -> None:
-        self.ids, self.limit, self.places = tuple(ids), limit, places
+    def __init__(self, ids: Sequence[int], limit: int, places: list[Place], *, keep: int = 0, cut: int = 0) -> None:
+        self.ids, self.limit, self.places, self.keep, self.cut = tuple(ids), limit, places, keep, cut
 
 
 class Generation:
@@ -108,13 +108,13 @@ class Generation:
         for number, ids in enumerate(prompts):
             if not ids:
                 raise RequestError("the prompt is empty", where="$.prompt", param="prompt")
-            limit = output_limit(len(ids), self._generate.max_tokens, context_size)
+            fitted, limit, keep = fit_prompt(ids, self._generate, context_size)
             n = self._generate.choices
             places = self._places[number * n : (number + 1) * n]
             if self._hold is not None:
-                self._hold.take(len(ids) + n * limit)
-            self._context.admission.hold_tokens(places, len(ids))
-            self._prompts.append(PromptSpec(ids, limit, places))
+                self._hold.take(len(fitted) + n * limit)
+            self._context.admission.hold_tokens(places, len(fitted))
+            self._prompts.append(PromptSpec(fitted, limit, places, keep=keep, cut=len(ids) - len(fitted)))
 
     @property
     def prompt_tokens(self) -> int:
@@ -243,6 +243,9 @@ class Generation:
             cache_salt=generate.cache_salt,
             cache_prompt=generate.cache_prompt,
             grammar=self.grammar,
+            overflow=generate.overflow,
+            keep=prompt.keep,
+            cut=prompt.cut,
             key=self._account.name if self._account is not None else "",
         )
 

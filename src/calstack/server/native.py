@@ -15,7 +15,7 @@ from calstack.server.generation import Generation
 from calstack.server.infill import Infill
 from calstack.server.model import ServedModel
 from calstack.server.params import Generate, check_supported, generate_of, top_logprobs_of
-from calstack.server.render import Collected, chat_logprobs, timings_of
+from calstack.server.render import Collected, chat_logprobs, overflow_of, timings_of
 from calstack.server.schemas import InfillRequest, NativePrompt, NativeRequest
 from calstack.server.status import check_model
 from calstack.text.pieces import PieceTable
@@ -99,12 +99,12 @@ class NativeRenderer:
             "generation_settings": settings_of(self._generate),
             "prompt": self._prompts[index // self._generate.choices],
             "has_new_line": new_line,
-            "truncated": False,
+            "truncated": usage is not None and usage.cut + usage.shifts > 0,
             "stop_type": _stop_type(end),
             "stopping_word": end.stop_string or "",
             "tokens_cached": prompt + end.completion_tokens,
             "timings": timings_of(end),
-        }
+        } | overflow_of(end, self._generate)
 
     def _wanted(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Only the fields asked for; a path with slashes becomes one key."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 from calstack.errors import ContextSizeError, NotInCalbin, RequestError, UnsupportedError
 from calstack.server.config import LimitsConfig
 from calstack.server.schemas import Bias, GenerationFields
 from calstack.specs import LogitBias, SamplingParams
+from calstack.window import Window
 
-__all__ = ["Defaults", "Generate", "Vocabulary", "check_supported", "generate_of", "output_limit", "top_logprobs_of"]
+__all__ = ["Defaults", "Generate", "Vocabulary", "check_supported", "fit_prompt", "generate_of", "output_limit", "top_logprobs_of"]
 
 _SEEDS = 1 << 64
 _SALT_CHARS = 1024
@@ -58,6 +59,9 @@ class Generate:
     priority: int
     cache_prompt: bool
     cache_salt: str
+    overflow: Literal["reject", "truncate", "shift"]
+    keep: int
+    """Ids at the beginning that are never dropped; -1 = the whole prompt."""
 
 
 # Fields of features that are not built, with the values that ask for nothing.
@@ -126,6 +130,8 @@ def generate_of(fields: GenerationFields, vocabulary: Vocabulary, limits: Limits
         priority=_in_range("priority", fields.priority or 0, -(1 << 31), 1 << 31),
         cache_prompt=fields.cache_prompt is not False,
         cache_salt=_salt(fields),
+        overflow=_overflow(fields),
+        keep=_in_range("n_keep", fields.n_keep or 0, -1, 1 << 31),
     )
 
 
@@ -213,6 +219,14 @@ def _salt(fields: GenerationFields) -> str:
     return "\0".join(parts) if any(parts) else ""
 
 
+def _overflow(fields: GenerationFields) -> Literal["reject", "truncate", "shift"]:
+    match fields.overflow or "reject":
+        case "reject" | "truncate" | "shift" as policy:
+            return policy
+        case _:
+            raise _bad("overflow", "must be reject, truncate or shift")
+
+
 def _check_metadata(fields: GenerationFields) -> None:
     """OpenAI's bounds. Nothing is stored, so that is all there is to do with it."""
     found = fields.metadata or {}
@@ -249,6 +263,23 @@ def _include_usage(fields: GenerationFields) -> bool:
 def top_logprobs_of(wanted: int | None, limits: LimitsConfig, param: str) -> int:
     """Alternatives to give with each token; 0 when the request names none."""
     return _in_range(param, wanted or 0, 0, limits.max_logprobs + 1)
+
+
+def fit_prompt(ids: Sequence[int], generate: Generate, context: int) -> tuple[tuple[int, ...], int, int]:
+    """What the engine gets of a prompt, its most output tokens, and how many ids at the beginning stay whatever happens.
+
+    Raises:
+        ContextSizeError: when the prompt is too long and may not be cut.
+        RequestError: when too many ids are kept.
+    """
+    wanted = generate.max_tokens
+    if generate.overflow == "reject":
+        return tuple(ids), output_limit(len(ids), wanted, context), 0
+    window = Window.of(context, generate.keep, len(ids))
+    fitted = window.fit(ids, wanted)
+    if generate.overflow == "shift":
+        return fitted, context if wanted is None else wanted, window.keep
+    return fitted, output_limit(len(fitted), wanted, context), 0
 
 
 def output_limit(prompt_tokens: int, wanted: int | None, context: int) -> int:

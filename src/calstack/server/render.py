@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 from calstack.server.choice import Delta, End, TokenText
 from calstack.server.generation import Generation
+from calstack.server.params import Generate
 from calstack.text.pieces import PieceTable
 from calstack.wire import TokenLogprob, Usage
 
-__all__ = ["Collected", "Envelope", "Renderer", "chat_logprobs", "timings_of", "usage_of"]
+__all__ = ["Collected", "Envelope", "Renderer", "chat_logprobs", "extras_of", "overflow_of", "timings_of", "usage_of"]
 
 _LOWEST = -9999.0  # stands for -inf, which JSON cannot say
 
@@ -108,6 +109,18 @@ def timings_of(end: End) -> dict[str, float]:
         "predicted_per_second": _rate(max(0, end.completion_tokens - 1), usage.decode_ms),
         "queue_ms": usage.queue_ms,
     }
+
+
+def extras_of(end: End, generate: Generate) -> dict[str, Any]:
+    """What an answer says beyond OpenAI's members: the times when they were asked for, and what the overflow policy did."""
+    return ({"timings": timings_of(end)} if generate.timings else {}) | overflow_of(end, generate)
+
+
+def overflow_of(end: End, generate: Generate) -> dict[str, Any]:
+    """What a request's overflow policy did, as the member that says so; nothing where the policy is to refuse."""
+    if generate.overflow == "reject" or end.usage is None:
+        return {}
+    return {"overflow": {"policy": generate.overflow, "prompt_tokens_dropped": end.usage.cut, "shifts": end.usage.shifts}}
 
 
 def _rate(count: int, ms: float) -> float:

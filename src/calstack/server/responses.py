@@ -45,6 +45,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, frozen=True):
     background: bool | None = None
     conversation: Any = None
     metadata: dict[str, str] | None = None
+    truncation: str | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -75,6 +76,7 @@ def chat_of(given: ResponsesRequest) -> ChatRequest:
         "reasoning_effort": (given.reasoning or {}).get("effort"),
         "chat_template_kwargs": given.chat_template_kwargs,
         "metadata": given.metadata,
+        "overflow": _overflow(given.truncation),
         "user": given.user,
         "prompt_cache_key": given.prompt_cache_key,
     }
@@ -82,6 +84,16 @@ def chat_of(given: ResponsesRequest) -> ChatRequest:
         return msgspec.convert(chat, ChatRequest)
     except msgspec.ValidationError as error:
         raise RequestError(str(error), where="$.input", param="input") from error
+
+
+def _overflow(truncation: str | None) -> str | None:
+    match truncation:
+        case None | "disabled":
+            return None
+        case "auto":
+            return "truncate"
+        case _:
+            raise _bad("truncation", "must be auto or disabled")
 
 
 def _format(text: dict[str, Any] | None) -> Any:
@@ -164,7 +176,7 @@ class ResponsesRenderer:
             "tool_choice": given.tool_choice or "auto",
             "tools": given.tools or [],
             "top_p": sampling.top_p,
-            "truncation": "disabled",
+            "truncation": given.truncation or "disabled",
             "usage": self._usage(end) if end else None,
         }
 

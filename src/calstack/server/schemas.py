@@ -76,6 +76,8 @@ class GenerationFields(_Input, frozen=True, kw_only=True):
     cache_prompt: bool | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
+    overflow: str | None = None
+    n_keep: int | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
     response_format: Any = None

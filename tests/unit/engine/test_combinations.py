@@ -36,12 +36,13 @@ FEATURES = {
     "int8 V": "the cache holds V in int8 (compared with itself alone)",
     "sampling": "temperature, top-p and penalties, seeded",
     "n": "the second of two choices",
+    "shift": "the context is full in the middle of the answer, and half of it is dropped (compared with itself alone)",
 }
 HEAD = f"""# Features together
 
 Each cell is a request of {TOKENS} tokens with both features, compared with the same request alone on a cold engine with one launch
-in flight and nothing else on. `same`: identical ids. Overflow policies: a request that does not fit is refused (`reject`), whatever
-else is on.
+in flight and nothing else on. `same`: identical ids. The other overflow policies act before a request reaches the engine: `reject`
+refuses it, `truncate` makes it a shorter one.
 The table is written and checked by `tests/unit/engine/test_combinations.py`.
 
 """
@@ -50,7 +51,7 @@ pytestmark = pytest.mark.native
 
 
 def subject(on: frozenset[str]) -> Submit:
-    prompt = tuple((5 * j) % 7 + 3 for j in range(150))
+    prompt = tuple((5 * j) % 7 + 3 for j in range(470 if "shift" in on else 150))
     sampled = SamplingParams(temperature=0.8, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.1)
     return Submit(
         request="subject",
@@ -62,6 +63,8 @@ def subject(on: frozenset[str]) -> Submit:
         grammar="90,0" if "grammar" in on else "",
         top_logprobs=3 if "logprobs" in on else -1,
         ignore_eos=True,
+        overflow="shift" if "shift" in on else "reject",
+        keep=20,
     )
 
 
@@ -124,6 +127,7 @@ def cell(paths: dict[bool, Path], on: frozenset[str]) -> str:
     assert together == alone, sorted(on)
     assert len(together) == TOKENS
     assert counters.get("leaks", 0) == 0
+    assert counters.get("shifts", 0) == (1 if "shift" in on else 0)
     if "prefix cache" in on:
         assert counters["cached_tokens"] >= 128
     assert ("speculation" in on) == (counters.get("spec_drafts", 0) > 0)

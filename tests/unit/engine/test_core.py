@@ -95,7 +95,8 @@ def test_few_blocks_bound_the_context() -> None:
         ({"sampling": SamplingParams(temperature=-1.0)}, "RequestError"),
         ({"prompt": tuple(range(96))}, "ContextSizeError"),
         ({"adapter": 1}, "NotInCalbin"),
-        ({"overflow": "shift"}, "NotInCalbin"),
+        ({"overflow": "shift", "prompt": (1,) * 60, "keep": 60}, "RequestError"),
+        ({"overflow": "shift", "prompt_logprobs": 0}, "RequestError"),
         ({"top_logprobs": 1000}, "RequestError"),
     ],
 )
@@ -393,3 +394,25 @@ def test_prefill_that_a_stream_waits_for_is_counted_and_other_prefill_is_not() -
     assert h.core.counters["prefill_interruptions"] >= 1
     assert h.core.counters["prefill_interruption_ns"] > 0
     assert h.ids["stream"] == h.alone("stream")
+
+
+@pytest.mark.parametrize("keep", [0, 5])
+def test_a_request_that_outgrows_the_context_goes_on_and_resumes_anywhere(keep: int) -> None:
+    facts = small_facts()
+    h = Harness(facts)
+    more = {"overflow": "shift", "keep": keep, "sampling": SamplingParams(temperature=0.9, repetition_penalty=1.2)}
+    h.run(h.submit("whole", tuple(range(30)), 250, **more))
+    whole = h.ids["whole"]
+    assert whole == h.alone("whole")
+    assert h.ends["whole"].usage is not None
+    assert h.ends["whole"].usage.shifts == h.core.counters["shifts"] >= 3
+    for known in range(1, 250, 7):
+        h.run(h.submit(f"r{known}", tuple(range(30)), 250, output=tuple(whole[:known]), **more))
+        assert h.ids[f"r{known}"] == whole
+
+
+def test_guesses_stop_at_the_end_of_the_context() -> None:
+    h = Harness(small_facts(), options=EngineOptions(speculation=True, adapt_guesses=False))
+    h.run(h.submit("a", (1, 2) * 20, 200))  # the lookup always has something to propose
+    assert h.ends["a"].reason == "length"
+    assert h.ids["a"] == h.alone("a")
