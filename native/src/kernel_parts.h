@@ -29,6 +29,9 @@ struct CeilingLoops {
   int (*read)(const char* p, size_t bytes, size_t ahead);
 };
 
+// Bytes, about, that prefetches run ahead of a stream of weights on this CPU; 0: it streams fastest without.
+size_t stream_ahead();
+
 CALSTACK_DECLARE_PARTS(reference)  // native/src/ref/ref_*.cc
 CALSTACK_DECLARE_PARTS(portable)
 CALSTACK_DECLARE_PARTS(avx2)

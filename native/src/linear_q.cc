@@ -177,7 +177,6 @@ const Tiles& tiles_for(const Weight& w) {
   return w.minimum ? tiles_of<Kind::w4_min>(w.group) : tiles_of<Kind::w4>(w.group);
 }
 
-constexpr size_t kStreamAhead = 16384;    // bytes, about, that prefetches run ahead of a stream of weights
 constexpr size_t kRowBytes = 256 * 1024;  // activations that stay in L2 while the blocks pass
 
 // The part of [w, w + total) that panel i of `count` prefetches, over `groups` steps: spread over the panels, or the first would wait.
@@ -187,12 +186,12 @@ Ahead share(const uint8_t* w, size_t total, size_t groups, int i, int count) {
   return {w + from, from < total ? step : 0};
 }
 
-// Few rows: the weights of [nb0, nb1) pass once, prefetched a fixed distance ahead.
+// Few rows: the weights of [nb0, nb1) pass once, prefetched a fixed distance ahead where that helps.
 void stream(const Weight& w, const Tiles& tiles, const QuantRows& a, const Finish& finish, int rows, int nb0, int nb1) {
-  const size_t block = block_bytes(w), step = group_bytes(w);
+  const size_t block = block_bytes(w), group = group_bytes(w);
+  const size_t far = stream_ahead() / group * group, step = far > 0 ? group : 0;
   const Rows all(a, 0);
   const uint8_t *start = w.data + (size_t)nb0 * block, *end = w.data + (size_t)nb1 * block;
-  const size_t far = kStreamAhead / step * step;
   for (size_t i = 0; i < far && !w.after; i += 64) prefetch(start + i);
   const uint8_t* after = w.after ? w.after : end;
   alignas(64) float sums[2][kTileRows * 16];

@@ -1,6 +1,10 @@
 // One table per instruction set, put together from the families, and the choice at run time.
 #include <cstring>
 
+#if defined(CALSTACK_X86)
+#include <cpuid.h>
+#endif
+
 #include "kernel_parts.h"
 
 namespace calstack {
@@ -26,10 +30,29 @@ bool has_avx512_vnni() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
+
+// Zen 3 and 4 (AMD family 25). A core of theirs has 24 misses of its first cache in flight, which bounds what prefetch instructions bring
+// to 24 lines a memory latency; its hardware prefetcher, left alone, has the second cache's larger number. Measured on Zen 4: 24.6 GB/s
+// a core without, 18.9 with them. Zen 5 gains from them.
+bool is_amd_family_25() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx) || ebx != signature_AMD_ebx) return false;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && ((eax >> 8 & 0xf) + (eax >> 20 & 0xff)) == 25;
+}
+
 bool has_avx512_bf16() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 }  // namespace
+
+size_t stream_ahead() {
+#if defined(CALSTACK_X86)
+  static const size_t bytes = is_amd_family_25() ? 0 : 16384;
+  return bytes;
+#else
+  return 16384;
+#endif
+}
 
 const KernelTable* kernels_reference() {
   static const KernelTable table = assemble("reference", {CALSTACK_FAMILIES(reference)});
