@@ -102,6 +102,13 @@ class LaneInput:
     # an `extend` submodel. Row j of them draws output index draw.index + j, with the ids before it in the launch in its history
     types: Sequence[int] = ()  # of an encoder's lane: cur_len segments; none given = all 0
 
+    def with_tokens(self, tokens: Sequence[int] | TokenFrom, output_history: Sequence[int]) -> LaneInput:
+        """The lane with another source and history. `dataclasses.replace` would do, at ten times the cost, in every step."""
+        return LaneInput(
+            self.past_len, self.cur_len, self.blocks, tokens, self.emit, self.sampling, self.draw, self.prompt_history, output_history,
+            self.mask, self.late_mask, self.top_logprobs, self.logits, self.adapter, self.emit_rows, self.types,
+        )  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:

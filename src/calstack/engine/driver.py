@@ -34,6 +34,7 @@ class Driver:
         self._read_ns = self.clock.now_ns()
         self.ledger = Ledger(self._read_ns)
         self._flying: dict[int, int] = {}  # plan id -> when it was handed over, oldest first
+        self._patience = (-1, 0)  # plan id of the oldest, how long it may take
         self._progress_ns = self._turn_ns = self._read_ns
         self._work = False
 
@@ -117,7 +118,9 @@ class Driver:
         if not self._flying:
             return None
         plan, since = next(iter(self._flying.items()))
-        return max(since, self._progress_ns) + self.core.patience_ns(plan) + 1
+        if self._patience[0] != plan:
+            self._patience = plan, self.core.patience_ns(plan)
+        return max(since, self._progress_ns) + self._patience[1] + 1
 
     def _watch(self, *, progress: bool) -> None:
         """A launch that does not end means the device hangs; only a new process helps. When this process itself stood still

@@ -15,6 +15,7 @@ from calstack.devices.base import Completion
 __all__ = ["LABELS", "Ledger"]
 
 LABELS = ("infer", "h2d", "d2h", "framework", "idle")
+_TOGETHER = 64  # spans that are labelled at once
 _RANK = {label: rank for rank, label in enumerate(LABELS)}
 
 
@@ -29,7 +30,7 @@ class Ledger:
 
     def __init__(self, start_ns: int) -> None:
         self.start_ns = start_ns
-        self._settled = start_ns
+        self._settled = self._horizon = start_ns
         self._open: list[_Span] = []
         self._sums = [0] * len(LABELS)
         self.padding_ns = 0  # share of infer spent on rows that served nobody
@@ -56,7 +57,13 @@ class Ledger:
             self.padding_ns += completion.infer_ns * (rows - useful_rows) // rows
 
     def settle(self, horizon_ns: int) -> None:
-        """Label all instants before `horizon_ns`; nothing before it may be reported later."""
+        """Nothing before `horizon_ns` may be reported later: its instants get their labels, on demand or once there are many spans."""
+        self._horizon = max(self._horizon, horizon_ns)
+        if len(self._open) >= _TOGETHER:
+            self._label()
+
+    def _label(self) -> None:
+        horizon_ns = self._horizon
         if horizon_ns <= self._settled:
             return
         spans = [_clip(s, self._settled, horizon_ns) for s in self._open]
@@ -67,16 +74,18 @@ class Ledger:
 
     def seconds(self) -> dict[str, float]:
         """Settled seconds per label."""
+        self._label()
         return {label: ns / 1e9 for label, ns in zip(LABELS, self._sums, strict=True)}
 
     def nanoseconds(self, label: str) -> int:
         """Settled nanoseconds of a label."""
+        self._label()
         return self._sums[_RANK[label]]
 
     @property
     def wall_ns(self) -> int:
         """Wall time that has been settled."""
-        return self._settled - self.start_ns
+        return self._horizon - self.start_ns
 
 
 def _clip(span: _Span, low: int, high: int) -> _Span:

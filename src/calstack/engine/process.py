@@ -49,7 +49,8 @@ class EngineProcess:
             sock.setblocking(False)
         if driver.constraints is not None:
             driver.constraints.notify = self._wake
-        self._selector.register(link.sock, selectors.EVENT_READ)
+        self._interest = selectors.EVENT_READ
+        self._selector.register(link.sock, self._interest)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         if self._event_fd >= 0:
             self._selector.register(self._event_fd, selectors.EVENT_READ)
@@ -121,8 +122,7 @@ class EngineProcess:
             self._dump_if_due()
             if self._over():
                 return
-            self._sleep(result)
-            messages = self._link.receive()
+            messages = self._link.receive() if self._sleep(result) else ()
 
     def _events(self, messages: Sequence[ServerMessage]) -> list[CoreEvent]:
         events: list[CoreEvent] = []
@@ -139,8 +139,8 @@ class EngineProcess:
         drained = self._driver.core.draining and self._driver.core.idle
         return self._link.lost or self._stopping or self._terms > 1 or drained
 
-    def _sleep(self, result: StepResult) -> None:
-        """Until a message, a completion, a signal, or the time that the core or runtime asked for."""
+    def _sleep(self, result: StepResult) -> bool:
+        """Until a message, a completion, a signal, or the time that the core or runtime asked for; whether there are messages."""
         wake = self._driver.next_wake_ns(result)
         now = self._driver.clock.now_ns()
         timeout = _LONGEST_SLEEP_S if wake is None else min(max((wake - now) / 1e9, 0.0), _LONGEST_SLEEP_S)
@@ -148,15 +148,22 @@ class EngineProcess:
             self._driver.wait(min(timeout, _POLL_S))
             timeout = 0.0
         interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.pending else 0)
-        self._selector.modify(self._link.sock, interest)
+        if interest != self._interest:
+            self._selector.modify(self._link.sock, interest)
+            self._interest = interest
+        news = False
         for key, mask in self._selector.select(timeout):
-            self._ready(key, mask)
+            news |= self._ready(key, mask)
+        return news
 
-    def _ready(self, key: selectors.SelectorKey, mask: int) -> None:
+    def _ready(self, key: selectors.SelectorKey, mask: int) -> bool:
+        """See to what is ready; whether messages have come."""
         if key.fileobj is self._link.sock:
             if mask & selectors.EVENT_WRITE:
                 self._link.flush()
-        elif key.fileobj is self._wake_read:
+            return bool(mask & selectors.EVENT_READ)
+        if key.fileobj is self._wake_read:
             self._wake_read.recv(64)
         else:
             os.read(key.fd, 8)  # resets the event; the completions themselves are collected in the next turn
+        return False

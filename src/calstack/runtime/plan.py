@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["DeviceWasReset", "LateMask", "LaunchDone", "LaunchPlan", "RuntimeEvent"]
+__all__ = ["DeviceWasReset", "LateMask", "LaunchDone", "LaunchPlan", "RuntimeEvent", "with_host_token"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,3 +55,11 @@ class DeviceWasReset:
 
 
 RuntimeEvent = LaunchDone | DeviceWasReset
+
+
+def with_host_token(lane: LaneInput, token: int) -> LaneInput:
+    """The lane with its input token known; with a token from the device, the device would have added it to the history."""
+    history = lane.output_history
+    if lane.sampling is not None and lane.sampling.needs_history:
+        history = (*history, token)
+    return lane.with_tokens((token,), history)

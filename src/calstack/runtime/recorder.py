@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 
 from calstack.devices.base import Completion
-from calstack.runtime.plan import LaunchPlan
+from calstack.runtime.plan import LaunchPlan, with_host_token
 
 __all__ = ["FlightRecorder", "LaunchRecord"]
 
@@ -19,6 +19,12 @@ class LaunchRecord:
     attempt: int
     completion: Completion | None
     error: str = ""
+    taken: tuple[int, ...] = ()  # per lane the id that it took from an earlier launch, -1 = none
+
+    def resolved(self) -> LaunchRecord:
+        """The record with these ids in the lanes."""
+        lanes = tuple(lane if id_ < 0 else with_host_token(lane, id_) for lane, id_ in zip(self.plan.lanes, self.taken, strict=False))
+        return self if not self.taken else dataclasses.replace(self, plan=dataclasses.replace(self.plan, lanes=lanes), taken=())
 
 
 class FlightRecorder:
@@ -37,4 +43,4 @@ class FlightRecorder:
 
     def records(self) -> tuple[LaunchRecord, ...]:
         """Oldest first."""
-        return tuple(self._ring)
+        return tuple(record.resolved() for record in self._ring)

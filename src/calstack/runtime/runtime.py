@@ -18,7 +18,7 @@ from calstack.devices.base import ChipMemory, Completion, Device, KVMove, KVMove
 from calstack.errors import CancelledError, DeviceError, DeviceFatal, DeviceNeedsReset, DeviceRetryable
 from calstack.runtime.answer import bad_answer
 from calstack.runtime.facts import CalbinFacts
-from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent
+from calstack.runtime.plan import DeviceWasReset, LateMask, LaunchDone, LaunchPlan, RuntimeEvent, with_host_token
 from calstack.runtime.recorder import FlightRecorder, LaunchRecord
 
 __all__ = ["Runtime", "RuntimeOptions"]
@@ -217,13 +217,14 @@ class Runtime:
                 self._flying.append(flight)
                 self._tickets[flight.plan.id] = flight.ticket
 
-    def _resolved(self, plan: LaunchPlan) -> LaunchPlan:
-        """The plan with the ids that its lanes took from earlier launches, for the recorder."""
-        lanes = list(plan.lanes)
-        for i, lane in enumerate(lanes):
-            if isinstance(lane.tokens, TokenFrom) and (ids := self._sampled.get(lane.tokens.ticket)) is not None:
-                lanes[i] = _with_host_token(lane, ids[lane.tokens.lane])
-        return dataclasses.replace(plan, lanes=tuple(lanes))
+    def _taken(self, plan: LaunchPlan) -> tuple[int, ...]:
+        """The ids that its lanes took from earlier launches, -1 where none, for the recorder."""
+        return tuple(
+            self._sampled[lane.tokens.ticket][lane.tokens.lane]
+            if isinstance(lane.tokens, TokenFrom) and lane.tokens.ticket in self._sampled
+            else -1
+            for lane in plan.lanes
+        )
 
     def _launch(self, plan: LaunchPlan) -> Launch:
         return Launch(calbin=self._handle, submodel=plan.submodel, lanes=tuple(self._lane(lane) for lane in plan.lanes))
@@ -234,11 +235,11 @@ class Runtime:
             return lane
         ticket = self._tickets.get(source.ticket)
         if ticket is not None:
-            return dataclasses.replace(lane, tokens=TokenFrom(ticket, source.lane))
+            return lane.with_tokens(TokenFrom(ticket, source.lane), lane.output_history)
         ids = self._sampled.get(source.ticket)
         if ids is None:
             raise DeviceError("a launch takes a token from one that failed", where=f"plan {source.ticket}")
-        return _with_host_token(lane, ids[source.lane])
+        return with_host_token(lane, ids[source.lane])
 
     def _end(self, flight: _Flight, completion: Completion) -> None:
         """Act on the end of the oldest flying launch."""
@@ -250,7 +251,7 @@ class Runtime:
             if len(self._sampled) > _REMEMBERED:
                 del self._sampled[next(iter(self._sampled))]
             self._resets = 0
-            self.recorder.add(LaunchRecord(self._resolved(flight.plan), flight.attempt, completion))
+            self.recorder.add(LaunchRecord(flight.plan, flight.attempt, completion, taken=self._taken(flight.plan)))
             self._events.append(LaunchDone(flight.plan.id, completion))
         elif isinstance(error, DeviceNeedsReset):
             self._reset(error)
@@ -326,11 +327,3 @@ def _ticket(flight: _Flight) -> Ticket:
     if flight.ticket is None:
         raise CancelledError("a launch without a ticket is not in flight")
     return flight.ticket
-
-
-def _with_host_token(lane: LaneInput, token: int) -> LaneInput:
-    """The lane with its input token known; with a token from the device, the device would have added it to the history."""
-    history = lane.output_history
-    if lane.sampling is not None and lane.sampling.needs_history:
-        history = (*history, token)
-    return dataclasses.replace(lane, tokens=(token,), output_history=history)

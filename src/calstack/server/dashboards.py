@@ -103,9 +103,10 @@ class Dashboards:
         self._n_asked.observe(choices)
         self._most_asked.observe(max_tokens)
 
-    def next_text(self, seconds: float) -> None:
-        """Observe the time between two pieces of a choice."""
-        self._itl.observe(seconds)
+    def next_texts(self, gaps: Iterable[float]) -> None:
+        """Observe times in seconds between two pieces of a choice."""
+        for seconds in gaps:
+            self._itl.observe(seconds)
 
     def request_ended(self, longest: int) -> None:
         """Observe the output tokens of a request's longest choice."""

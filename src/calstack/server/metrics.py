@@ -20,6 +20,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 10000.0)
 _LONG_MS = (1.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0, 5120.0, 10240.0, 40960.0, 163840.0)
 _PHASES = ("prefill", "decode")
+_FOLD = 128  # observations kept before they are folded in
 
 
 class Metrics:
@@ -68,14 +69,26 @@ class Metrics:
         self._queue = Histogram("calrt_queue_ms", "Time a choice waited for a lane, ms", buckets=_LONG_MS, registry=self.registry)
         self._tpot = Histogram("calrt_tpot_ms", "Time per output token after the first, ms", buckets=_MS, registry=self.registry)
         self._hits = Counter("calrt_prefix_hits", "Choices whose prompt began in the prefix cache", registry=self.registry)
+        self._launches: list[LaunchTimes] = []
+        self._gaps: list[float] = []
         self._dashboards = Dashboards(self.registry, model, admission, stats)
         self.registry.register(_Now(admission, stats, device_status, key_refused, self._dashboards.labels))
         ProcessCollector(registry=self.registry)
 
     def launches(self, launches: Sequence[LaunchTimes]) -> None:
-        """Observe completed launches."""
-        self._dashboards.launches(launches)
-        for one in launches:
+        """Observe completed launches.
+
+        They wait until there are some, for one by one each would find the caches cold that a launch has passed through.
+        """
+        self._launches += launches
+        if len(self._launches) >= _FOLD:
+            self._fold()
+
+    def _fold(self) -> None:
+        self._dashboards.next_texts(self._gaps)
+        self._gaps.clear()
+        self._dashboards.launches(self._launches)
+        for one in self._launches:
             self._infer.labels(one.phase).observe(one.infer_ms)
             self._h2d.labels(one.phase).observe(one.h2d_ms)
             self._d2h.labels(one.phase).observe(one.d2h_ms)
@@ -83,6 +96,7 @@ class Metrics:
             self._rows.labels(one.phase).inc(one.rows)
             self._padding.labels(one.phase).inc(max(0, one.rows - one.useful_rows))
             self._buckets.labels(one.submodel).inc()
+        self._launches.clear()
 
     def answered(self, route: str, status: int) -> None:
         """Count an HTTP answer."""
@@ -106,8 +120,10 @@ class Metrics:
         self._dashboards.asked(choices=choices, max_tokens=max_tokens)
 
     def next_text(self, seconds: float) -> None:
-        """Observe the time between two pieces of a choice."""
-        self._dashboards.next_text(seconds)
+        """Observe the time between two pieces of a choice, as `launches`."""
+        self._gaps.append(seconds)
+        if len(self._gaps) >= _FOLD:
+            self._fold()
 
     def request_ended(self, longest: int) -> None:
         """Observe the output tokens of a request's longest choice."""
@@ -128,6 +144,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """The exposition, format 0.0.4."""
+        self._fold()
         return generate_latest(self.registry)
 
 
