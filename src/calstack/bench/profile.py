@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["profile", "summarise", "trace_events"]
 
 Line = dict[str, Any]
+DECODES = 33
 
 
 @click.command(epilog="Example: calstack profile m.calbin --prompt 512 --depth 64")
@@ -51,8 +52,8 @@ def profile(calbin: Path, prompt: int, depth: int, batch: int, by: str, threads:
 
 
 def _launches(calbin: Path, *, prompt: int, depth: int, batch: int, threads: int, isa: str) -> dict[str, Completion]:
-    """A warm prefill of `prompt` tokens (its last launch) and the last of a few decode launches."""
-    positions = max(prompt, depth + 16)
+    """A warm prefill of `prompt` tokens (its last launch), and of some decode launches the one that took the median time."""
+    positions = max(prompt, depth + DECODES)
     session = api.open_direct(calbin, threads=threads, isa=isa, lanes=batch, positions=positions)
     with contextlib.closing(session.device), contextlib.closing(session):
         vocab = session.manifest.model.vocab
@@ -62,7 +63,8 @@ def _launches(calbin: Path, *, prompt: int, depth: int, batch: int, threads: int
         for lane in range(batch):
             session.rewind(lane)
             session.prefill(prompt_ids(depth, vocab, salt=lane), lane=lane)
-        decode = session.decode([1 + lane for lane in range(batch)], 8, profile=True)[-1]
+        decodes = session.decode([1 + lane for lane in range(batch)], DECODES, profile=True)
+        decode = sorted(decodes, key=lambda done: done.infer_ns)[DECODES // 2]
     return {"prefill": prefill, "decode": decode}
 
 
