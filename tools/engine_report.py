@@ -3,7 +3,7 @@
     python tools/engine_report.py m.calbin [--only exactness,nothing-lost,memory,recovery,overload,efficiency] [--scale 1.0] [--out DIR]
 
 Every section starts `calstack serve` anew. `--scale` shrinks the numbers of requests, for a test. With `--out` the page
-`engine-report.md` and `bench/engine-report.json` are written there; the exit code is 1 when a figure misses what is asked.
+`engine-report.md` and `engine-report.json` are written there; the exit code is 1 when a figure misses what is asked.
 """
 
 from __future__ import annotations
@@ -496,7 +496,8 @@ async def _post(server: Server, body: dict[str, Any]) -> tuple[int, str, float]:
 
 
 SECTIONS: dict[str, Callable[[Path, float], Coroutine[Any, Any, list[Figure]]]] = {
-    "exactness": exactness, "nothing-lost": nothing_lost, "memory": memory, "recovery": recovery, "overload": overload, "efficiency": efficiency,
+    "exactness": exactness, "nothing-lost": nothing_lost, "memory": memory, "recovery": recovery, "overload": overload,
+    "efficiency": efficiency,
 }  # fmt: skip
 
 
@@ -541,10 +542,10 @@ def main() -> int:
 
         machine = describe_machine(cores=os.cpu_count() or 1, threads=os.cpu_count() or 1, isa="")
         text = f"{machine.cpu}, {machine.cores} cores"
-        figures = _with_others(options.out / "bench" / "engine-report.json", figures)
+        figures = _with_others(options.out / "engine-report.json", figures)
         (options.out / "engine-report.md").write_text(page(figures, text))
         rows = [dataclasses.asdict(one) for one in figures]
-        (options.out / "bench" / "engine-report.json").write_text(json.dumps({"machine": text, "rows": rows}, indent=1) + "\n")
+        (options.out / "engine-report.json").write_text(json.dumps({"machine": text, "rows": rows}, indent=1) + "\n")
     return 0 if all(one.met for one in figures) else 1
 
 
