@@ -117,6 +117,7 @@ def test_goldens_hold_with_equal_bits_on_other_kernels(smollm2_calbin: Path, isa
     assert report.good, report.text()
 
 
+@pytest.mark.full
 def test_own_four_bit_search_finds_the_exact_import_again(exact: Path, hf: Path, tmp_path: Path) -> None:
     """The search meets weights that lie on a 4-bit grid, and must find that very grid: equal bytes, so equal perplexity."""
     ours = quantised(hf, tmp_path / "w4", WeightFormat.W4A8)
@@ -142,6 +143,7 @@ def test_whole_text_on_exact_import_and_own_quantiser(exact: Path, hf: Path, sou
     assert card(quantised(hf, tmp_path / "w8", WeightFormat.W8A8), oracle, ALL_WINDOWS).kl_mean < 0.006
 
 
+@pytest.mark.full  # small models do so by default: tests/golden/test_keep_onnx.py
 def test_kept_graphs_compile_to_the_same_programs_and_parameters(smollm2_gguf: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     options = api.CompileOptions(keep_onnx=kept, batches=(1,), quality=False)

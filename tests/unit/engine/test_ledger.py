@@ -57,3 +57,18 @@ def test_times_of_a_served_load_add_up_to_wall_time(depth_tick: int) -> None:
     assert sum(seconds.values()) == pytest.approx(wall, rel=0.02)
     assert seconds["infer"] > 0
     assert seconds["idle"] >= 0.009
+
+
+def test_many_spans_are_labelled_as_few_are() -> None:
+    """More launches than are labelled together, settled at every turn or once at the end: the same sums."""
+    often, once = Ledger(0), Ledger(0)
+    for ledger in (often, once):
+        for i in range(200):
+            ledger.host(100 * i, 100 * (i + 1), work=i % 3 > 0)
+            ledger.launch(done(100 * i + 90, 10, 50, 5), 4, 4)
+            if ledger is often:
+                ledger.settle(100 * i)
+                ledger.seconds()
+        ledger.settle(20_000)
+    assert sums(often) == sums(once)
+    assert sum(sums(once).values()) == once.wall_ns == 20_000

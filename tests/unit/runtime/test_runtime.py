@@ -127,6 +127,16 @@ def test_the_recorder_keeps_the_last_attempts() -> None:
     assert [(r.plan.id, r.attempt) for r in records] == [(0, 2), (1, 1)]
 
 
+def test_the_recorder_gives_lanes_with_the_ids_they_took_from_the_device() -> None:
+    rig = Rig()
+    rig.plan(0, (1, 2, 3))
+    rig.plan(1, TokenFrom(0, 0))
+    rig.ends()
+    first, second = rig.runtime.recorder.records()
+    assert first.completion is not None
+    assert second.plan.lanes[0].tokens == (first.completion.lanes[0].token,)
+
+
 def test_wait_returns_when_the_oldest_launch_has_ended() -> None:
     rig = Rig()
     rig.plan(0, (1, 2, 3))
