@@ -125,6 +125,7 @@ def test_own_four_bit_search_finds_the_exact_import_again(exact: Path, hf: Path,
     assert np.array_equal(np.fromfile(ours / shard, np.uint8), np.fromfile(exact / shard, np.uint8))
 
 
+@pytest.mark.full
 def test_own_eight_bits_stay_close_to_the_reference(hf: Path, oracle: Oracle, tmp_path: Path) -> None:
     found = card(quantised(hf, tmp_path / "w8", WeightFormat.W8A8), oracle)
     assert 0 < found.kl_mean < 0.006
