@@ -48,6 +48,7 @@ class FakeEngine:
     def __init__(self, rules: Rules, calbin: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.rules, self.calbin, self.reader, self.writer = rules, calbin, reader, writer
         self.grammars: Grammars | None = None
+        self.prompts: dict[str, int] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.lanes = asyncio.Semaphore(rules.lanes)
         self.running = 0
@@ -87,6 +88,7 @@ class FakeEngine:
                         prompt=message.prompt,
                         keep=message.keep,
                     )
+                    self.prompts[message.request] = len(message.prompt)
                     self.tasks[message.request] = asyncio.create_task(self.serve(message))
                 case wire.Cancel():
                     self.cancel(message.request)
@@ -134,7 +136,7 @@ class FakeEngine:
         task = self.tasks.pop(request, None)
         if task is not None:
             task.cancel()
-            self.out(request, finish=wire.Finish(reason="cancelled", usage=usage(1, 0, 0)))
+            self.out(request, finish=wire.Finish(reason="cancelled", usage=usage(self.prompts[request], 0, 0)))
 
     def out(self, request: str, ids: tuple[int, ...] = (), **more: Any) -> None:
         launch = wire.LaunchTimes(
